@@ -1,0 +1,210 @@
+"""The one key/value cache, used by the expert, the amateur and the draft head.
+
+The contract, on which every other file relies:
+
+* Row ``b`` of a batch holds its committed tokens in slots ``0 .. lengths[b] - 1``. There is no left padding, so the
+  slot of a token is also its position, and rows of one batch may have different lengths.
+* A pass of ``width`` new tokens is announced by :meth:`KVCache.plan`. Row ``b`` writes them to slots
+  ``lengths[b] .. lengths[b] + width - 1``; the plan's mask lets them see the row's committed slots and, among the new
+  ones, whatever the tree mask allows (plain causality when there is none).
+* After the pass :meth:`KVCache.commit` says how many of a row's new tokens stay. The others are forgotten by length:
+  their slots are overwritten by the next pass and no mask shows them before.
+
+Buffers are zero-filled: a masked slot still enters the product "weight 0 times value", and 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dcd_core.errors import UserError
+
+
+@dataclass
+class Step:
+    """Where the new tokens of one pass go and what they may see."""
+
+    positions: Int[Tensor, "batch width"]
+    mask: Bool[Tensor, "batch 1 width extent"]
+    slots: Int[Tensor, "batch width"]
+    start: int | None
+    """The common first slot when all rows have the same length (a plain slice copy), else None."""
+    extent: int
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer of :class:`KVCache`, in the interface that transformers' models call."""
+
+    def __init__(self, owner: KVCache, keys: Float[Tensor, "batch heads capacity dim"], values: Tensor):
+        super().__init__()
+        self.owner = owner
+        self.keys = keys
+        self.values = values
+        self.is_initialized = True
+        self.device = keys.device
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        """Nothing is lazy here: the buffers exist from the start."""
+
+    def update(
+        self,
+        key_states: Float[Tensor, "batch heads width dim"],
+        value_states: Float[Tensor, "batch heads width dim"],
+        *args,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor]:
+        step = self.owner.current_step()
+        width = key_states.shape[2]
+        if width != step.slots.shape[1]:
+            raise ValueError(f"the pass was planned for {step.slots.shape[1]} new tokens but brings {width}")
+        if step.start is not None:
+            self.keys[:, :, step.start : step.start + width] = key_states
+            self.values[:, :, step.start : step.start + width] = value_states
+        else:
+            rows = self.owner.row_index
+            self.keys[rows, :, step.slots] = key_states.transpose(1, 2)
+            self.values[rows, :, step.slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, : step.extent], self.values[:, :, : step.extent]
+
+    def get_seq_length(self, *args, **kwargs) -> int:
+        return max(self.owner.lengths)
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
+
+    # the name of the same question in older transformers 5 releases
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, *args, **kwargs) -> tuple[int, int]:
+        return self.owner.current_step().extent, 0
+
+
+class KVCache(Cache):
+    """Preallocated key/value cache with a length per row (see the module's contract).
+
+    Args:
+        layers, kv_heads, head_dim: shape of the model's attention.
+        batch, capacity: rows, and slots per row.
+    """
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, batch: int, capacity: int, dtype: torch.dtype, device
+    ):
+        shape = (batch, kv_heads, capacity, head_dim)
+        super().__init__(
+            layers=[
+                SlotLayer(
+                    self, torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+                )
+                for _ in range(layers)
+            ]
+        )
+        self.capacity = capacity
+        self.device = torch.device(device)
+        self.lengths = [0] * batch
+        self._index_rows()
+        self._step: Step | None = None
+
+    @classmethod
+    def for_config(cls, config, batch: int, capacity: int, dtype, device, layers: int | None = None) -> KVCache:
+        """A cache for a model of this transformers configuration (or any object with the same field names)."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layers = config.num_hidden_layers if layers is None else layers
+        return cls(layers, config.num_key_value_heads, head_dim, batch, capacity, dtype, device)
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    def _index_rows(self) -> None:
+        self.row_index = torch.arange(len(self.lengths), device=self.device)[:, None]
+
+    def current_step(self) -> Step:
+        if self._step is None:
+            raise ValueError("the cache was given keys without a plan: call plan(width) before every pass")
+        return self._step
+
+    def plan(
+        self,
+        width: int,
+        tree_mask: Bool[Tensor, "batch width width"] | None = None,
+        depths: Int[Tensor, "batch width"] | None = None,
+    ) -> Step:
+        """Positions and mask for a pass of ``width`` new tokens at every row's own offset.
+
+        Args:
+            tree_mask: ``[b, i, j]`` is True where new token ``i`` sees new token ``j`` (itself included);
+                None means causal.
+            depths: position of each new token relative to the row's length; None means 0, 1, 2, ...
+        Raises:
+            UserError: a row would pass the capacity.
+        """
+        longest = max(self.lengths)
+        if longest + width > self.capacity:
+            raise UserError(
+                f"the cache holds {self.capacity} tokens a row, but a row of {longest} tokens was given {width} more; "
+                "shorten the prompt or lower max_new_tokens"
+            )
+        uniform = min(self.lengths) == longest
+        extent = longest + width
+        offsets = torch.tensor(self.lengths, device=self.device)[:, None]
+        columns = torch.arange(width, device=self.device)
+        # relative[b, k] = index of slot k among row b's new tokens; negative for committed slots
+        relative = torch.arange(extent, device=self.device)[None, :] - offsets
+        if tree_mask is None:
+            mask = relative[:, None, :] <= columns[None, :, None]
+        else:
+            index = relative.clamp(0, width - 1)[:, None, :].expand(-1, width, -1)
+            among_new = tree_mask.gather(2, index)
+            inside = ((relative >= 0) & (relative < width))[:, None, :]
+            mask = (relative < 0)[:, None, :] | (inside & among_new)
+        slots = offsets + columns
+        self._step = Step(
+            positions=slots if depths is None else offsets + depths,
+            mask=mask[:, None],
+            slots=slots,
+            start=longest if uniform else None,
+            extent=extent,
+        )
+        return self._step
+
+    def commit(self, counts: list[int]) -> None:
+        """Keep the first ``counts[b]`` new tokens of row ``b``; the others are rolled back."""
+        width = self.current_step().slots.shape[1]
+        if len(counts) != self.batch or any(not 0 <= count <= width for count in counts):
+            raise ValueError(f"commit({counts}) does not fit a pass of {width} new tokens in {self.batch} rows")
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._step = None
+
+    def commit_path(self, path: Int[Tensor, "batch depth"], counts: list[int]) -> None:
+        """Keep one path of a tree: new tokens ``path[b, : counts[b]]`` move to the row's next slots, in that order."""
+        step = self.current_step()
+        depth = min(path.shape[1], step.slots.shape[1])
+        source = step.slots.gather(1, path[:, :depth].to(self.device))
+        target = step.slots[:, :depth]
+        for layer in self.layers:
+            layer.keys[self.row_index, :, target] = layer.keys[self.row_index, :, source]
+            layer.values[self.row_index, :, target] = layer.values[self.row_index, :, source]
+        self.commit(counts)
+
+    def rollback(self, lengths: list[int]) -> None:
+        """Forget everything after ``lengths[b]`` in row ``b``."""
+        if len(lengths) != self.batch or any(not 0 <= new <= old for new, old in zip(lengths, self.lengths)):  # noqa: B905
+            raise ValueError(f"cannot roll back lengths {self.lengths} to {lengths}")
+        self.lengths = list(lengths)
+        self._step = None
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keep these rows, in this order; the others leave the batch."""
+        index = torch.tensor(rows, device=self.device)
+        for layer in self.layers:
+            layer.keys = layer.keys.index_select(0, index)
+            layer.values = layer.values.index_select(0, index)
+        self.lengths = [self.lengths[row] for row in rows]
+        self._index_rows()
+        self._step = None

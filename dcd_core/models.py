@@ -1,0 +1,297 @@
+"""Load an expert and its amateur, check that they speak the same vocabulary, and run one pass of either.
+
+Everything that touches transformers' model and cache interfaces sits here and in ``cache.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dcd_core.cache import KVCache
+from dcd_core.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass
+class Output:
+    """What one pass gives. ``logits``: fp32 (fp64 for a fp64 model), cut to the real ids. ``features``: the three
+    tapped residual streams, un-normed, low | mid | high, in the model's dtype."""
+
+    logits: Float[Tensor, "batch position vocab"] | None
+    features: Float[Tensor, "batch position features"] | None
+    hidden: Float[Tensor, "batch position hidden"]
+    """After the model's final norm: the input of its output layer."""
+
+
+def default_feature_layers(layers: int) -> tuple[int, int, int]:
+    """EAGLE3's taps {2, n//2, n-3} as indices of ``hidden_states`` (0 = embeddings), i.e. inputs of those layers.
+
+    Raises:
+        UserError: fewer than 7 layers, where the three ids collide.
+    """
+    if layers < 7:
+        raise UserError(
+            f"a model of {layers} layers has no distinct EAGLE3 taps (2, n//2, n-3); give feature_layers explicitly"
+        )
+    return (2, layers // 2, layers - 3)
+
+
+def refuse_unsupported(config, name: str) -> None:
+    """Refuse what the 4D masks of the cache cannot serve.
+
+    Raises:
+        UserError: flash attention, or layers with a sliding window.
+    """
+    attention = getattr(config, "_attn_implementation", None) or ""
+    if "flash" in attention:
+        raise UserError(f"{name}: {attention} ignores 4D attention masks; load the model with attn_implementation=sdpa")
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    if sliding or (window is not None and getattr(config, "use_sliding_window", True)):
+        raise UserError(f"{name}: sliding-window layers (window {window}) are not supported by the cache's 4D masks")
+
+
+class LanguageModel:
+    """A frozen stock Llama- or Qwen3-style model on the project's cache.
+
+    Args:
+        model: a transformers ``...ForCausalLM`` with ``model.layers`` and ``lm_head``.
+        vocab: number of real ids; wider logits are padding and are cut off.
+        feature_layers: indices into ``hidden_states`` of the three taps; None for the EAGLE3 default when it exists.
+    Raises:
+        UserError: an unsupported attention, or taps outside the model.
+    """
+
+    def __init__(self, model: nn.Module, vocab: int | None = None, feature_layers: tuple[int, ...] | None = None):
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config
+        self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        refuse_unsupported(model.config, self.name)
+        self.vocab = vocab or model.config.vocab_size
+        layers = len(model.model.layers)
+        if feature_layers is None and layers >= 7:
+            feature_layers = default_feature_layers(layers)
+        self.feature_layers = tuple(feature_layers) if feature_layers else None
+        if self.feature_layers and not all(0 < index < layers for index in self.feature_layers):
+            raise UserError(f"{self.name}: feature_layers {self.feature_layers} must lie between 1 and {layers - 1}")
+        self._taps: dict[int, Tensor] | None = None
+        for index in self.feature_layers or ():
+            model.model.layers[index].register_forward_pre_hook(self._tap(index), with_kwargs=True)
+        parameters = inspect.signature(type(model.model).forward).parameters
+        # transformers renamed the keyword within the 5.x series
+        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+
+    def _tap(self, index: int):
+        def hook(module, args, kwargs):
+            if self._taps is not None:
+                self._taps[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.lm_head.weight.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.model.model.embed_tokens
+
+    @property
+    def context(self) -> int:
+        """Longest sequence, in tokens, that the model was made for."""
+        return self.config.max_position_embeddings
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache.for_config(self.config, batch, capacity, self.dtype, self.device)
+
+    def output_layer(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        """Logits over the real ids in fp32 (fp64 stays fp64)."""
+        logits = self.model.lm_head(hidden)[..., : self.vocab]
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch width"],
+        cache: KVCache,
+        *,
+        tree_mask: Bool[Tensor, "batch width width"] | None = None,
+        depths: Int[Tensor, "batch width"] | None = None,
+        features: bool = False,
+        select: Int[Tensor, " batch"] | None = None,
+        logits: bool = True,
+    ) -> Output:
+        """One pass over new tokens; the caller commits the cache afterwards.
+
+        Args:
+            select: give logits (and hidden) at this column of each row only, as a width of 1.
+            features: also return the tapped features of all columns.
+        """
+        step = cache.plan(input_ids.shape[1], tree_mask, depths)
+        extra = {self._cache_keyword: cache, "use_cache": True}
+        return self._run(input_ids, step.positions, step.mask, features, select, logits, extra)
+
+    @torch.no_grad()
+    def forward_full(
+        self,
+        input_ids: Int[Tensor, "batch position"],
+        *,
+        features: bool = False,
+        logits: bool = True,
+        select: Int[Tensor, " batch"] | None = None,
+    ) -> Output:
+        """One causal pass without a cache over RIGHT-padded rows (padding comes after, so no real token sees it)."""
+        length = input_ids.shape[1]
+        positions = torch.arange(length, device=input_ids.device)[None].expand(input_ids.shape[0], -1)
+        extra = {"use_cache": False}
+        return self._run(input_ids, positions, None, features, select, logits, extra)
+
+    def _run(self, input_ids, positions, mask, features: bool, select, logits: bool, extra: dict) -> Output:
+        if features and not self.feature_layers:
+            raise UserError(f"{self.name} has no feature_layers: give three layer indices")
+        self._taps = {} if features else None
+        try:
+            hidden = self.model.model(
+                input_ids=input_ids, position_ids=positions, attention_mask=mask, **extra
+            ).last_hidden_state
+            tapped = torch.cat([self._taps[i] for i in self.feature_layers], dim=-1) if features else None
+        finally:
+            self._taps = None
+        if select is not None:
+            hidden = hidden.gather(1, select[:, None, None].expand(-1, 1, hidden.shape[-1]))
+        return Output(self.output_layer(hidden) if logits else None, tapped, hidden)
+
+
+@dataclass
+class Pair:
+    """An expert, its amateur (None where a method needs none) and the tokenizer they share."""
+
+    expert: LanguageModel
+    amateur: LanguageModel | None
+    tokenizer: object
+
+
+def choose_device(device: str) -> torch.device:
+    """``auto`` is the accelerator if there is one, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu or auto")
+    return torch.device(device)
+
+
+def load_tokenizer(name_or_path: str):
+    """The tokenizer of a model folder or hub id.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer at {name_or_path!r}: {first_line(error)}") from error
+
+
+def load_config(name_or_path: str):
+    """The configuration of a model folder or hub id, without its weights."""
+    try:
+        return AutoConfig.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no model at {name_or_path!r} (a local folder or a hub id): {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, for one-line messages."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def load_model(
+    name_or_path: str,
+    dtype: str = "float32",
+    device: str = "auto",
+    feature_layers: tuple[int, ...] | None = None,
+    vocab: int | None = None,
+) -> LanguageModel:
+    """Load one frozen model.
+
+    Raises:
+        UserError: unknown dtype, missing model, unsupported attention.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    config = load_config(name_or_path)
+    refuse_unsupported(config, name_or_path)
+    target = choose_device(device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load the weights of {name_or_path!r}: {first_line(error)}") from error
+    return LanguageModel(model.to(target), vocab, feature_layers)
+
+
+def id_table(tokenizer) -> list[str | None]:
+    """``table[id]`` is the token's string; None where the tokenizer leaves a hole."""
+    by_id = {index: token for token, index in tokenizer.get_vocab().items()}
+    return [by_id.get(index) for index in range(max(by_id) + 1)]
+
+
+def shared_vocabulary(expert_tokenizer, amateur_tokenizer) -> int:
+    """Number of real ids that both tokenizers share, compared id by id.
+
+    Raises:
+        UserError: the first id whose string differs, or that only one of them has.
+    """
+    expert, amateur = id_table(expert_tokenizer), id_table(amateur_tokenizer)
+    for index in range(max(len(expert), len(amateur))):
+        left = expert[index] if index < len(expert) else None
+        right = amateur[index] if index < len(amateur) else None
+        if left != right:
+            raise UserError(
+                f"expert and amateur have different vocabularies: id {index} is {left!r} for the expert and "
+                f"{right!r} for the amateur; a contrast needs one shared vocabulary"
+            )
+    return len(expert)
+
+
+def load_pair(
+    expert: str,
+    amateur: str | None = None,
+    dtype: str = "float32",
+    device: str = "auto",
+    feature_layers: tuple[int, ...] | None = None,
+) -> Pair:
+    """Load expert, amateur (optional) and tokenizer; logits of both are cut to the shared real ids.
+
+    Raises:
+        UserError: see :func:`load_model` and :func:`shared_vocabulary`.
+    """
+    tokenizer = load_tokenizer(expert)
+    vocab = len(id_table(tokenizer))
+    if amateur:
+        vocab = shared_vocabulary(tokenizer, load_tokenizer(amateur))
+    models = [load_model(expert, dtype, device, feature_layers)]
+    if amateur:
+        models.append(load_model(amateur, dtype, device))
+    for role, model in zip(("expert", "amateur"), models, strict=False):
+        width = model.config.vocab_size
+        if width < vocab:
+            raise UserError(
+                f"the {role} {model.name} gives {width} logits, fewer than the {vocab} ids of its tokenizer"
+            )
+        model.vocab = vocab
+    return Pair(models[0], models[1] if amateur else None, tokenizer)
