@@ -1,0 +1,230 @@
+"""Settings of an entry script (dataclass <- YAML <- flags), and the record that each run leaves of them.
+
+One flat dataclass per script is the only place where a setting is written: a field with a type, a default and a help
+text. The keys of a YAML file given by `--config` become flags placed before the typed ones, so that one parser checks
+types, choices and unknown names for both, and what was typed wins.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import importlib.metadata
+import math
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from transformers.hf_argparser import HfArgumentParser
+
+from dcd_core.errors import UserError
+from dcd_core.files import write_json_atomic, write_text_atomic
+
+Settings = TypeVar("Settings")
+RECORDED_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "deepspeed",
+    "datasets",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "dcd",
+)
+NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^-(inf|nan)$")
+
+
+def parse_config(cls: type[Settings], argv: list[str] | None = None, description: str | None = None) -> Settings:
+    """Make a `cls` from its defaults, the YAML files given by `--config` (in order), and the other flags in `argv`.
+
+    A null in a YAML file means the default. `--local_rank`, which the deepspeed launcher adds, is accepted and dropped
+    (the launcher also sets LOCAL_RANK). Raises UserError for an unknown flag or key, a value of the wrong type, a
+    number that is not finite, or what the dataclass's own checks refuse (ValueError in __post_init__).
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _Parser(cls, description)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--config", action="append", default=[])
+    try:
+        given, typed = first.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from None
+    from_files = [flag for path in given.config for flag in parser.flags_from_yaml(path)]
+    values = vars(parser.parse_args(from_files + typed))
+    fields = [field.name for field in dataclasses.fields(cls) if field.init]
+    for name in fields:
+        for number in values[name] if isinstance(values[name], list) else [values[name]]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise UserError(f"--{name} must be a finite number, got {number}")
+    try:
+        return cls(**{name: values[name] for name in fields})
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def run_entry(main: Callable[[], int | None]) -> int:
+    """Run an entry script's main on the command line; bad input becomes one line, `error: ...`, and exit code 2."""
+    try:
+        return main() or 0
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from what is finished", file=sys.stderr, flush=True)
+        return 130
+
+
+def save_run(folder: str | Path, config: Any, argv: list[str] | None = None, overwrite: bool = False) -> Path:
+    """Begin a run: write config.yaml, command.txt, versions.json and git_sha.txt into `folder`, and return it.
+
+    Raises UserError if the folder holds a finished run (one with metrics.json) and `overwrite` is not set. With it, the
+    old metrics.json is removed first, so that a half redone run never looks finished.
+    """
+    folder = Path(folder)
+    metrics = folder / "metrics.json"
+    if metrics.exists() and not overwrite:
+        raise UserError(f"{folder} holds a finished run; choose another folder or give --overwrite")
+    metrics.unlink(missing_ok=True)
+    settings = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
+    command = [sys.argv[0], *(sys.argv[1:] if argv is None else argv)]
+    write_text_atomic(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    write_text_atomic(folder / "command.txt", shlex.join(map(str, command)) + "\n")
+    write_json_atomic(folder / "versions.json", versions())
+    write_text_atomic(folder / "git_sha.txt", git_sha() + "\n")
+    return folder
+
+
+def finish_run(folder: str | Path, metrics: dict) -> None:
+    """End a run: write metrics.json, which marks it as finished. Raises UserError if a number in it is not finite."""
+    write_json_atomic(Path(folder) / "metrics.json", metrics)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on, without importing them."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in RECORDED_PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def git_sha() -> str:
+    """Commit of this source tree, with `-dirty` when tracked files differ from it; `unknown` outside a git checkout."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *command], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the description (a module's docstring) as it was written."""
+
+
+class _Parser(HfArgumentParser):
+    """The flags of one dataclass, plus `--config`; every refusal is a UserError."""
+
+    def __init__(self, cls: type, description: str | None):
+        self.source = ""
+        super().__init__(cls, description=description, formatter_class=_HelpFormatter, allow_abbrev=False)
+        # argparse takes -1e-3 for an option; there is no public setting for what a negative number looks like
+        self._negative_number_matcher = NEGATIVE_NUMBER
+        self.fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+        # shown in the help only: parse_config has taken it out of the arguments
+        self.add_argument("--config", metavar="FILE", help="YAML file with any of these settings; flags win over it")
+        if "local_rank" not in self.fields:
+            self.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """As in argparse, but a plain % in a help text is only a percent sign."""
+        text = options.get("help")
+        if text and text is not argparse.SUPPRESS:
+            options["help"] = text.replace("%", "%%")
+        return super().add_argument(*names, **options)
+
+    def error(self, message: str) -> None:
+        """Raise instead of printing usage and exiting."""
+        raise UserError(f"{self.source}{message}")
+
+    def flags_from_yaml(self, path: str) -> list[str]:
+        """The settings in a YAML file as flags, checked on their own so that an error names the file."""
+        flags = []
+        for name, value in _read_yaml(path).items():
+            if name not in self.fields:
+                close = difflib.get_close_matches(str(name), self.fields, n=1)
+                hint = f"; did you mean '{close[0]}'?" if close else "; --help lists the settings"
+                raise UserError(f"unknown setting '{name}' in {path}{hint}")
+            flags += self._flag(name, value, path)
+        required = [action for action in self._actions if action.required]
+        self.source = f"{path}: "
+        for action in required:
+            action.required = False
+        self.parse_args(flags)
+        for action in required:
+            action.required = True
+        self.source = ""
+        return flags
+
+    def _flag(self, name: str, value: Any, path: str) -> list[str]:
+        action = self._option_string_actions[f"--{name}"]
+        items = value if isinstance(value, list) else [value]
+        if value is None:
+            return []
+        if isinstance(value, list) and action.nargs != "+":
+            raise UserError(f"{path}: '{name}' takes one value, not a list")
+        if not items:
+            raise UserError(f"{path}: '{name}' is an empty list; leave it out to get the default")
+        for item in items:
+            if item is None or isinstance(item, (dict, list)):
+                raise UserError(f"{path}: '{name}' must be a plain value or a list of them, got {value}")
+            if isinstance(item, bool) and action.nargs != "?" and action.type is str:
+                raise UserError(f"{path}: '{name}' is text, but YAML reads its value as {item}; put it in quotes")
+        if action.nargs == "+":
+            return [f"--{name}", *map(str, items)]
+        return [f"--{name}={value}"]
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML lets the last of two equal keys win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        repeated = next((key for key in keys if keys.count(key) > 1), None)
+        if repeated is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"'{repeated}' is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Content of a YAML file. Raises UserError if it cannot be read or parsed, or gives one key twice."""
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
+
+
+def _read_yaml(path: str) -> dict:
+    settings = read_yaml(path)
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} must hold `name: value` lines, got a {type(settings).__name__}")
+    return settings

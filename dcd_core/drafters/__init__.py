@@ -1,0 +1,1 @@
+"""Drafters: one file each, all with the same two methods (propose, observe)."""

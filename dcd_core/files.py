@@ -1,0 +1,147 @@
+"""Writing files so that a kill at any moment leaves the old content or the new, and naming content by its hash."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dcd_core.errors import UserError
+
+TEMPORARY = ".tmp"
+
+
+def cache_dir(given: str | os.PathLike = "") -> Path:
+    """The folder for things that are fetched or computed once: `given`, else $DCD_CACHE, else ~/.cache/dcd."""
+    return Path(given or os.environ.get("DCD_CACHE", "") or "~/.cache/dcd").expanduser().resolve()
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `path`; what the body wrote there replaces `path` when the body succeeds.
+
+    The body may write a file or make a folder. If it raises, `path` stays as it was and the temporary one is removed.
+    The temporary name keeps the suffix, for writers that go by it. A file is replaced in one step. A folder that exists
+    is moved aside first, so for an instant there is none: give a new name to each checkpoint instead of replacing one.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent)
+    temporary = path.with_name(f"{_temporary_prefix()}{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}")
+    try:
+        yield temporary
+        if not temporary.exists():
+            raise FileNotFoundError(f"nothing was written for {path}")
+        if path.is_dir() and temporary.is_dir():
+            aside = temporary.with_name(temporary.name + "-old")
+            os.replace(path, aside)
+            os.replace(temporary, path)
+            remove(aside)
+        else:
+            os.replace(temporary, path)
+    finally:
+        remove(temporary)
+
+
+def remove_leftovers(folder: str | os.PathLike) -> None:
+    """Delete what killed processes of this machine left half-written in `folder`."""
+    prefix = _temporary_prefix()
+    for path in Path(folder).glob(f"{prefix}*"):
+        process = path.name[len(prefix) :].split("-")[0]
+        if process.isdigit() and not _alive(int(process)):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder with all it holds, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text_atomic(path: str | os.PathLike, text: str) -> None:
+    """Write `text` in UTF-8; readers see the old file or the whole new one."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json_atomic(path: str | os.PathLike, value: Any) -> None:
+    """Write `value` as indented JSON. Dataclasses, paths and numpy or torch scalars are converted.
+
+    Raises UserError naming the entry if a number in it is NaN or infinite: JSON has no such numbers.
+    """
+    plain = _plain(value)
+    where = _not_finite(plain)
+    if where:
+        raise UserError(f"{Path(path).name}: {where} is not a finite number; nothing was written")
+    write_text_atomic(path, json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def file_hash(path: str | os.PathLike) -> str:
+    """sha256, in hex, of a file's content; for a folder, of the relative names and contents of all its files."""
+    path = Path(path)
+    if path.is_dir():
+        members = sorted(member for member in path.rglob("*") if member.is_file())
+        return content_hash([[member.relative_to(path).as_posix(), file_hash(member)] for member in members])
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def content_hash(value: Any) -> str:
+    """sha256, in hex, of a value made of dicts, lists, strings, numbers, dataclasses and paths; key order is no matter.
+
+    Raises TypeError for anything else: a hash of an object's address would differ on every run.
+    """
+    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _temporary_prefix() -> str:
+    return f"{TEMPORARY}-{socket.gethostname().replace('-', '_')}-"
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """Reduce a value to what JSON has."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"cannot store a {type(value).__name__} as JSON")
+
+
+def _not_finite(value: Any, where: str = "") -> str:
+    """The place of the first NaN or infinity in a plain value, as `a.b[2]`; empty when there is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return where or "the value"
+    if isinstance(value, dict):
+        found = (_not_finite(item, f"{where}.{key}" if where else key) for key, item in value.items())
+        return next(filter(None, found), "")
+    if isinstance(value, list):
+        return next(filter(None, (_not_finite(item, f"{where}[{index}]") for index, item in enumerate(value))), "")
+    return ""

@@ -1,0 +1,1 @@
+"""Trained draft heads and their formats on disk."""

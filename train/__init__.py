@@ -1,0 +1,1 @@
+"""Trainers for draft heads and amateurs."""
