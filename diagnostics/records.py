@@ -1,0 +1,258 @@
+"""Typed tables on disk: one parquet file per table, with units, provenance and a content hash.
+
+Two tables exist so far. `ROUNDS` holds one row per speculative round (counts and seconds), `POSITIONS` one row per
+teacher-forced position (nats and probabilities). Every reader checks names, types, missing values and finiteness, so
+whatever draws or sums afterwards need not. No torch here: the report is built on machines without it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dcd_core.errors import UserError
+from dcd_core.files import atomic_path
+
+PROVENANCE_KEY = b"provenance"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its arrow type, unit, meaning, and the closed range its values must lie in.
+
+    `optional` columns are null where the quantity does not exist (no second drafter, say); all others may not be.
+    """
+
+    name: str
+    type: pa.DataType
+    unit: str
+    meaning: str
+    low: float | None = None
+    high: float | None = None
+    optional: bool = False
+
+
+def _text(name: str, meaning: str) -> Column:
+    return Column(name, pa.string(), "", meaning)
+
+
+def _count(name: str, meaning: str, low: int = 0) -> Column:
+    return Column(name, pa.int64(), "count", meaning, low=low)
+
+
+def _seconds(name: str, meaning: str) -> Column:
+    return Column(name, pa.float64(), "s", meaning, low=0.0)
+
+
+def _nats(name: str, meaning: str, low: float | None = -1e-4, optional: bool = False) -> Column:
+    return Column(name, pa.float64(), "nats", meaning, low=low, optional=optional)
+
+
+def _mass(name: str, meaning: str, low: float = -1e-4, optional: bool = False) -> Column:
+    return Column(name, pa.float64(), "probability", meaning, low=low, high=1 + 1e-4, optional=optional)
+
+
+def _flag(name: str, meaning: str, optional: bool = False) -> Column:
+    return Column(name, pa.bool_(), "", meaning, optional=optional)
+
+
+ROUNDS = (
+    _text("run", "which run of the method: contrast strength and repeat, e.g. 'alpha=0.1 repeat=0'"),
+    _text("method", "name in dcd_core.methods.METHODS"),
+    _text("prompt_id", "id of the prompt"),
+    _count("sample", "which sampled answer to the prompt"),
+    _count("round", "round within the answer, 0 first; the token that prefill gives is no round"),
+    _count("drafted", "draft tokens proposed"),
+    _count("accepted", "draft tokens accepted"),
+    _count("emitted", "tokens emitted: the accepted drafts and the verifier's own token"),
+    _seconds("draft_s", "time drafting"),
+    _seconds("expert_s", "time in the expert's pass"),
+    _seconds("amateur_s", "time in the amateur's pass"),
+    _seconds("rest_s", "everything else in the round"),
+)
+
+# Symbols: p expert, q amateur, e first-step draft of the expert-aligned head, pi the contrastive target,
+# o(x) ~ e^(1+alpha) q^(-alpha) the oracle contrast-aligned draft on the draft vocabulary.
+POSITIONS = (
+    _text("pair", "expert / amateur / drafter"),
+    _text("dataset", "name of the prompt set"),
+    _text("prompt_id", "id of the prompt"),
+    _count("position", "answer tokens before this one"),
+    Column("rollout_alpha", pa.float64(), "", "contrast strength that wrote the history", low=0.0),
+    Column("alpha", pa.float64(), "", "contrast strength of the target measured here", low=0.0),
+    _nats("signal", "|log p(x*) - log q(x*)|, x* = argmax pi [DCD, sec. 4]", low=0.0),
+    _nats("signal_applied", "alpha * signal", low=0.0),
+    _nats("signal_max", "largest |log p/q| among {p >= .1 max p}", low=0.0),
+    _nats("signal_std", "standard deviation of log p/q under p", low=0.0),
+    _nats("signal_kl", "KL(p||pi)"),
+    _mass("headroom_tv", "TV(p, pi)"),
+    _mass("headroom_greedy", "max pi - pi(argmax p)"),
+    _flag("headroom_flip", "argmax p != argmax pi"),
+    _nats("error_reverse", "KL(e||p) [DCD, sec. 4]"),
+    _nats("error_forward", "KL(p||e), p renormalised on the draft vocabulary"),
+    _mass("lost_mass", "mass of p outside the draft vocabulary"),
+    _mass("error_tv", "TV(e, p)"),
+    _nats("target_kl", "KL(e||pi) [DCD, Tab. 6]"),
+    _mass("target_tv", "TV(e, pi)"),
+    _flag("target_top1", "argmax e == argmax pi [DCD, Tab. 6]"),
+    _nats("amateur_error", "KL(f||q), f a drafter aligned with the amateur [DCD, Fig. 6]", optional=True),
+    _nats("alignment_gap", "sum (e - q) log p/q [DCD, Def. B.2]", low=None),
+    _mass("tail_mass", "pi's mass minus p's mass outside {p >= .1 max p}", low=-1.0),
+    _nats("oracle_kl", "KL(o||pi)"),
+    _mass("oracle_tv", "TV(o, pi)"),
+    _flag("oracle_top1", "argmax o == argmax pi"),
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {"rounds": ROUNDS, "positions": POSITIONS}
+
+
+@dataclass(frozen=True)
+class Records:
+    """One table as read: the rows, and where they come from (settings, versions, git sha, content hash)."""
+
+    kind: str
+    rows: pd.DataFrame
+    provenance: dict
+
+
+def schema(kind: str) -> pa.Schema:
+    """The arrow schema of a table ("rounds" or "positions"), units and meanings as field metadata."""
+    fields = [
+        pa.field(c.name, c.type, nullable=c.optional, metadata={"unit": c.unit, "meaning": c.meaning})
+        for c in _columns(kind)
+    ]
+    return pa.schema(fields)
+
+
+def write_records(path: Path | str, kind: str, columns: Mapping, provenance: Mapping) -> str:
+    """Write one table atomically and return its content hash.
+
+    `columns` maps every column name to its values; optional columns may be left out (written as nulls).
+    `provenance` is any JSON-able mapping (settings, versions, git sha); kind and content hash are added.
+    Raises UserError naming file and column for a missing or unknown column, a null, a non-finite or impossible
+    value, or an empty table: a bad table is never written.
+    """
+    path = Path(path)
+    expected = schema(kind)
+    unknown = sorted(set(columns) - set(expected.names))
+    if unknown:
+        raise UserError(f"{path}: a {kind} table has no column '{unknown[0]}'; it has {', '.join(expected.names)}")
+    rows = max((len(values) for values in columns.values()), default=0)
+    arrays = []
+    for column in _columns(kind):
+        if column.name not in columns and not column.optional:
+            raise UserError(f"{path}: column '{column.name}' of a {kind} table is missing")
+        values = columns.get(column.name, [None] * rows)
+        if len(values) != rows:
+            raise UserError(f"{path}: column '{column.name}' has {len(values)} values, another has {rows}")
+        arrays.append(_array(values, column, path))
+    table = pa.Table.from_arrays(arrays, schema=expected)
+    _check(table, kind, path)
+    full = dict(provenance) | {"kind": kind, "content_hash": content_hash(table)}
+    text = json.dumps(full, sort_keys=True, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary:
+        pq.write_table(table.replace_schema_metadata({PROVENANCE_KEY: text.encode()}), temporary)
+    return full["content_hash"]
+
+
+def read_records(path: Path | str, kind: str) -> Records:
+    """Read one table and check it whole: names, types, nulls, finiteness, ranges and the content hash.
+
+    Raises UserError naming file and column.
+    """
+    path, expected = Path(path), schema(kind)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; records of kind '{kind}' were expected there")
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowInvalid, OSError) as problem:
+        raise UserError(f"{path}: not a readable parquet file ({str(problem).splitlines()[0]})") from problem
+    raw = (table.schema.metadata or {}).get(PROVENANCE_KEY)
+    if raw is None:
+        raise UserError(f"{path}: no provenance in the file, so it was not written by this project's diagnostics")
+    provenance = json.loads(raw)
+    if provenance.get("kind") != kind:
+        raise UserError(f"{path}: holds {provenance.get('kind')!r} records, not {kind!r}")
+    for field in expected:
+        if field.name not in table.column_names:
+            raise UserError(f"{path}: column '{field.name}' is missing; write the records again with this version")
+        found = table.schema.field(field.name).type
+        if found != field.type:
+            raise UserError(f"{path}: column '{field.name}' holds {found}, not {field.type}")
+    table = table.select(expected.names)
+    _check(table, kind, path)
+    if content_hash(table) != provenance.get("content_hash"):
+        raise UserError(f"{path}: the rows do not match the content hash in the file: it was changed after writing")
+    return Records(kind, table.to_pandas(), provenance)
+
+
+def content_hash(table: pa.Table) -> str:
+    """SHA-256 over the values, column by column: the same rows give the same hash, however they are chunked."""
+    digest = hashlib.sha256()
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        digest.update(f"{name}:{column.type}:{len(column)};".encode())
+        missing = column.is_null().to_numpy(zero_copy_only=False)
+        digest.update(missing.tobytes())
+        if pa.types.is_string(column.type):
+            for value in column.to_pylist():
+                data = (value or "").encode()
+                digest.update(len(data).to_bytes(8, "little") + data)
+        else:
+            filled = column.fill_null(False if pa.types.is_boolean(column.type) else 0)
+            digest.update(np.ascontiguousarray(filled.to_numpy(zero_copy_only=False)).tobytes())
+    return digest.hexdigest()
+
+
+def _columns(kind: str) -> tuple[Column, ...]:
+    if kind not in TABLES:
+        raise UserError(f"no record table is called '{kind}'; there are {', '.join(TABLES)}")
+    return TABLES[kind]
+
+
+def _array(values, column: Column, path: Path) -> pa.Array:
+    try:
+        return pa.array(values, type=column.type)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, ValueError, TypeError) as problem:
+        raise UserError(f"{path}: column '{column.name}' is not {column.type}: {problem}") from problem
+
+
+def _check(table: pa.Table, kind: str, path: Path) -> None:
+    """Refuse an empty table, a null in a required column, a non-finite or an out-of-range value."""
+    if table.num_rows == 0:
+        raise UserError(f"{path}: the {kind} table has no rows, so there is nothing to measure")
+    for column in _columns(kind):
+        data = table[column.name]
+        if data.null_count and not column.optional:
+            raise UserError(f"{path}: column '{column.name}' has {data.null_count} missing values")
+        if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
+            continue
+        values = data.drop_null().to_numpy()
+        bad = ~np.isfinite(values)
+        if column.low is not None:
+            bad |= values < column.low
+        if column.high is not None:
+            bad |= values > column.high
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            raise UserError(
+                f"{path}: column '{column.name}' has {int(bad.sum())} impossible values, the first is "
+                f"{values[row]} in row {row}"
+            )
+    if kind == "rounds":
+        _check_rounds(table, path)
+
+
+def _check_rounds(table: pa.Table, path: Path) -> None:
+    drafted, accepted, emitted = (table[name].to_numpy() for name in ("drafted", "accepted", "emitted"))
+    if (accepted > drafted).any():
+        raise UserError(f"{path}: column 'accepted' exceeds 'drafted' in row {int(np.argmax(accepted > drafted))}")
+    if (accepted > emitted).any():
+        raise UserError(f"{path}: column 'accepted' exceeds 'emitted' in row {int(np.argmax(accepted > emitted))}")

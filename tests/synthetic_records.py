@@ -1,0 +1,106 @@
+"""Made-up but consistent records, for tests of tables, plots and the report: no model is involved."""
+
+import numpy as np
+
+from diagnostics.records import POSITIONS
+
+METHODS = {"ar": 0.0, "cd": 0.0, "expert_sd": 2.0, "scd": 2.4, "dcd_eagle3": 1.5, "dcd_ngram": 0.5}
+
+
+def positions(prompts: int = 60, length: int = 40, alphas=(0.1, 0.5), seed: int = 0) -> dict[str, np.ndarray]:
+    """Columns of a positions table whose signal is mostly small and whose drafter error is mostly large."""
+    generator = np.random.default_rng(seed)
+    blocks = []
+    for alpha in alphas:
+        count = prompts * length
+        prompt = np.repeat(np.arange(prompts), length)
+        signal = generator.lognormal(-1.6 + 0.3 * generator.normal(size=prompts)[prompt], 1.6)
+        error = generator.lognormal(0.5, 1.2, size=count)
+        error_tv = 1 - np.exp(-0.4 * error)
+        headroom = np.clip(alpha * signal * generator.uniform(0.02, 0.12, size=count), 0, 0.9)
+        target_tv = np.clip(error_tv + generator.uniform(-1, 1, size=count) * headroom, 0, 1)
+        oracle_tv = np.clip(target_tv - generator.uniform(-0.2, 0.5, size=count) * headroom, 0, 1)
+        flip = generator.random(count) < headroom
+        top1 = generator.random(count) < 0.85 * np.exp(-0.15 * error)
+        oracle_top1 = np.where(flip & (error < 1), generator.random(count) < 0.6, top1)
+        blocks.append(
+            {
+                "prompt_id": np.char.add("prompt-", prompt.astype(str)),
+                "position": np.tile(np.arange(1, length + 1), prompts),
+                "rollout_alpha": np.full(count, alpha),
+                "alpha": np.full(count, alpha),
+                "signal": signal,
+                "signal_applied": alpha * signal,
+                "signal_max": signal * generator.uniform(1, 2, size=count),
+                "signal_std": signal * 0.7,
+                "signal_kl": 0.5 * (alpha * signal * 0.7) ** 2,
+                "headroom_tv": headroom,
+                "headroom_greedy": headroom * generator.uniform(0, 1.5, size=count),
+                "headroom_flip": flip,
+                "error_reverse": error,
+                "error_forward": error * 0.7,
+                "lost_mass": generator.beta(1, 60, size=count),
+                "error_tv": error_tv,
+                "target_kl": error * 1.1,
+                "target_tv": target_tv,
+                "target_top1": top1,
+                "alignment_gap": generator.normal(0.2, 1.0, size=count),
+                "tail_mass": generator.normal(0.0, 0.05, size=count),
+                "oracle_kl": error * 1.2,
+                "oracle_tv": oracle_tv,
+                "oracle_top1": oracle_top1,
+            }
+        )
+    table = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    rows = len(table["signal"])
+    table |= {"pair": np.full(rows, "big / small / head"), "dataset": np.full(rows, "held-out")}
+    assert set(table) == {c.name for c in POSITIONS if not c.optional}
+    return table
+
+
+def rounds(prompts: int = 20, alphas=(0.1, 0.5), repeats: int = 2, gamma: int = 5, tokens: int = 64, seed: int = 0):
+    """Columns of a rounds table: two costs per pass, accepted drafts by a constant acceptance per method."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for alpha in alphas:
+        for repeat in range(repeats):
+            for prompt in range(prompts):
+                for method, length in METHODS.items():
+                    if method in ("ar", "expert_sd") and alpha != alphas[0]:
+                        continue
+                    rows += _answer(
+                        method, length * (1.1 - 0.4 * alpha), alpha, repeat, prompt, gamma, tokens, generator
+                    )
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _answer(method, length, alpha, repeat, prompt, gamma, tokens, generator):
+    rate = 1 - 1 / (1 + length)
+    free = method in ("ar", "expert_sd")
+    done, found = 1, []
+    while done < tokens:
+        drafted = 0 if method in ("ar", "cd") else min(gamma, tokens - done)
+        accepted = 0
+        while accepted < drafted and generator.random() < rate:
+            accepted += 1
+        emitted = min(accepted + 1, tokens - done)
+        noise = generator.lognormal(0, 0.05)
+        draft_s = {"scd": 0.016, "dcd_ngram": 0.0002}.get(method, 0.003) * drafted * noise
+        found.append(
+            {
+                "run": f"alpha={'any' if free else alpha} repeat={repeat}",
+                "method": method,
+                "prompt_id": f"prompt-{prompt}",
+                "sample": 0,
+                "round": len(found),
+                "drafted": drafted,
+                "accepted": accepted,
+                "emitted": emitted,
+                "draft_s": draft_s,
+                "expert_s": 0.038 * noise,
+                "amateur_s": 0.0 if method in ("ar", "expert_sd", "scd") else 0.022 * noise,
+                "rest_s": 0.002 * noise,
+            }
+        )
+        done += emitted
+    return found
