@@ -86,6 +86,11 @@ def test_both_files_cover_the_categories_in_like_shares():
         assert abs(shares[0] - shares[1]) < 0.04, category
 
 
+def test_the_head_of_each_file_is_a_fair_sample():
+    for name in (TRAIN, HELD_OUT):  # a toy run that takes the first prompts must not see one category only
+        assert {row["source"] for row in rows(name)[:20]} == CATEGORIES
+
+
 def test_summary_passages_are_long_enough_to_summarise():
     for row in rows(TRAIN) + rows(HELD_OUT):
         if row["source"] == "summary":
