@@ -1,1 +1,1 @@
-"""Trained draft heads and their formats on disk."""
+"""Draft heads: light modules that draft from an expert's hidden states."""

@@ -1,0 +1,273 @@
+"""Draft heads on disk: one folder with config.json and the weights.
+
+Written in the SafeAILab / SGLang layout (arXiv 2503.01840; also read by SpecForge and vLLM). Read: that layout as
+model.safetensors or pytorch_model.bin, with the block under ``midlayer.`` or ``layers.0.``, and the layout of
+vllm-project/speculators. The two count tapped layers differently under the same key: SafeAILab names the layer whose
+*output* is tapped, speculators the one whose *input* is; in memory (``Eagle3Config.feature_layers``) it is the input.
+
+Reading is strict. Loaders that skip what they do not know run a head with random parts and only lose acceptance.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dcd_core.errors import UserError
+from dcd_core.files import atomic_path
+from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head, check_maps
+from dcd_core.heads.rope import FORMAT_THETA, read_rope, write_rope
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+TOLERATED = ("embed_tokens.weight",)
+"""Tensors that a head may carry and that are not used: the expert's embedding is."""
+DERIVABLE = ("t2d",)
+"""Tensors that may be absent: they follow from others."""
+
+
+def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict:
+    """config.json of the SafeAILab / SGLang layout."""
+    if config.feature_layers is None:
+        raise UserError("a head without feature_layers cannot be saved: its readers would tap the wrong layers")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        **write_rope(config.rope_theta, config.rope_scaling),
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        # true makes loaders tie lm_head to the embedding, which a head does not have
+        "tie_word_embeddings": False,
+        # readers differ in what they assume when it is absent
+        "norm_before_residual": False,
+        "eagle_config": {AUX_KEY: [layer - 1 for layer in config.feature_layers], "use_aux_hidden_state": True},
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def config_from_json(fields: dict, where: str = "config.json") -> Eagle3Config:
+    """Read config.json of either layout.
+
+    Raises:
+        UserError: a missing field, or an architecture that this head is not.
+    """
+    speculators = "speculators_model_type" in fields
+    layer = {**fields, **fields.get("transformer_layer_config", {})} if speculators else fields
+    kind = fields.get("speculators_model_type", "eagle3")
+    residual = fields.get("norm_before_residual", None if speculators else False)
+    if kind != "eagle3" or residual is not False:
+        raise UserError(
+            f"{where}: this head has type {kind!r} and norm_before_residual {residual}; "
+            "only eagle3 heads with norm_before_residual false are supported"
+        )
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    missing = [name for name in needed if layer.get(name) is None]
+    if missing:
+        raise UserError(f"{where} lacks {', '.join(missing)}: not a complete EAGLE3 head configuration")
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise UserError(f"{where}: an EAGLE3 head has one layer, this one has {layer['num_hidden_layers']}")
+    aux = fields.get(AUX_KEY) or (fields.get("eagle_config") or {}).get(AUX_KEY)
+    if aux is not None and (len(aux) != 3 or len(set(aux)) != 3):
+        raise UserError(f"{where}: {AUX_KEY} must be three distinct layers, got {aux}")
+    theta, scaling = read_rope(layer)
+    hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
+    return Eagle3Config(
+        hidden_size=hidden,
+        target_hidden_size=fields.get("target_hidden_size") or hidden,
+        intermediate_size=layer["intermediate_size"],
+        num_attention_heads=heads,
+        num_key_value_heads=layer.get("num_key_value_heads") or heads,
+        head_dim=layer.get("head_dim") or hidden // heads,
+        vocab_size=layer["vocab_size"],
+        draft_vocab_size=fields.get("draft_vocab_size") or layer["vocab_size"],
+        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+        rope_theta=FORMAT_THETA if theta is None else theta,
+        rope_scaling=scaling,
+        max_position_embeddings=layer.get("max_position_embeddings") or 2048,
+        feature_layers=None if aux is None else tuple(id_ if speculators else id_ + 1 for id_ in aux),
+    )
+
+
+def save_head(folder: str | Path, head: Eagle3Head) -> None:
+    """Write a head in the SafeAILab / SGLang layout; the folder appears whole or not at all."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    fields = config_to_json(head.config, tensors["fc.weight"].dtype)
+    with atomic_path(folder) as temporary:
+        temporary.mkdir()
+        (temporary / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_head_config(folder: str | Path) -> Eagle3Config:
+    """The shape of a head (its taps say how to load the expert), from a folder or hub id.
+
+    Raises:
+        UserError: no such folder, no or broken config.json, an unsupported head.
+    """
+    return config_from_json(_read_config(locate(folder)), f"{folder}/config.json")
+
+
+def load_head(folder: str | Path, expert=None, dtype: torch.dtype | None = None, device=None) -> Eagle3Head:
+    """Read a head, strictly.
+
+    Args:
+        folder: a local folder or a hub id.
+        expert: the LanguageModel it will draft for; a head of another expert is refused, and the head takes its dtype
+            and device.
+        dtype, device: override the expert's; without either fp32 on the CPU.
+    Raises:
+        UserError: naming every missing, unexpected or wrongly shaped tensor; contradictory vocabulary maps; NaN or inf
+            in the weights; another expert's head.
+    """
+    path = locate(folder)
+    fields = _read_config(path)
+    config = config_from_json(fields, f"{folder}/config.json")
+    if expert is not None:
+        layer = {**fields, **fields.get("transformer_layer_config", {})}
+        check_expert(config, expert, read_rope(layer), str(folder))
+        if config.feature_layers is None:
+            config = config.replace(feature_layers=expert.feature_layers)
+    tensors = canonical_names(_read_tensors(path))
+    with torch.device("meta"):
+        head = Eagle3Head(config)
+    check_tensors(tensors, head.state_dict(), config, str(folder))
+    try:
+        check_maps(tensors["d2t"], tensors["t2d"], config.draft_vocab_size, config.vocab_size)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    if dtype is None:
+        dtype = expert.dtype if expert is not None else torch.float32
+    if device is None:
+        device = expert.device if expert is not None else "cpu"
+    head.load_state_dict(tensors, strict=True, assign=True)
+    return head.to(dtype=dtype, device=device).eval().requires_grad_(False)
+
+
+def check_expert(config: Eagle3Config, expert, stated_rope: tuple[float | None, dict | None], where: str) -> None:
+    """Refuse the head of another expert.
+
+    Raises:
+        UserError: naming every field that differs (hidden size, vocabulary, tapped layers, rotary positions). Fields
+            that a published head leaves out are not held against it.
+    """
+    theta, scaling = read_rope(expert.config.to_dict())
+    pairs = [
+        ("target_hidden_size", config.target_hidden_size, expert.hidden_size),
+        ("hidden_size", config.hidden_size, expert.hidden_size),
+    ]
+    if config.vocab_size != expert.vocab:
+        pairs.append(("vocab_size", config.vocab_size, expert.config.vocab_size))
+    if config.feature_layers is not None:
+        pairs.append(("feature_layers", config.feature_layers, expert.feature_layers))
+    if stated_rope[0] is not None:
+        pairs.append(("rope_theta", stated_rope[0], theta))
+    if stated_rope[1] is not None:
+        pairs.append(("rope_scaling", stated_rope[1], scaling))
+    different = [f"{name} {mine} (expert: {its})" for name, mine, its in pairs if mine != its]
+    if different:
+        raise UserError(f"{where} is the head of another expert than {expert.name}: {'; '.join(different)}")
+
+
+def canonical_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Both block prefixes become ``midlayer.``; integer and byte maps get their types.
+
+    Raises:
+        UserError: a tensor that stands there under both prefixes.
+    """
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        key = "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+        if key in renamed:
+            raise UserError(f"the head has {key} twice, as midlayer. and as layers.0.")
+        renamed[key] = tensor
+    if "d2t" in renamed and not renamed["d2t"].is_floating_point():
+        renamed["d2t"] = renamed["d2t"].long()
+    if renamed.get("t2d") is not None and renamed["t2d"].dtype == torch.uint8:
+        renamed["t2d"] = renamed["t2d"].bool()
+    return renamed
+
+
+def check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], config: Eagle3Config, where: str) -> None:
+    """Compare names, shapes and finiteness with what the config asks for; drop tolerated and fill in derivable tensors.
+
+    Raises:
+        UserError: one message that names every difference.
+    """
+    for name in TOLERATED:
+        tensors.pop(name, None)
+    if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
+        tensors["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+    if "t2d" not in tensors and "d2t" in tensors:
+        ids = torch.arange(tensors["d2t"].shape[0]) + tensors["d2t"]
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][ids[(ids >= 0) & (ids < config.vocab_size)]] = True
+    faults = [f"missing {name}" for name in expected if name not in tensors]
+    faults += [f"unexpected {name}" for name in tensors if name not in expected]
+    for name, tensor in tensors.items():
+        if name in expected and tensor.shape != expected[name].shape:
+            faults.append(f"{name} is {list(tensor.shape)}, should be {list(expected[name].shape)}")
+        elif name in expected and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            faults.append(f"{name} holds NaN or inf")
+    if faults:
+        raise UserError(f"{where} does not fit its config.json: {'; '.join(faults)}")
+
+
+def locate(folder: str | Path) -> Path:
+    """A local folder as it is; anything shaped like ``owner/name`` is fetched from the hub.
+
+    Raises:
+        UserError: neither.
+    """
+    path = Path(folder)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or str(folder).count("/") != 1:
+        raise UserError(f"no head at {folder}: give a folder with config.json and model.safetensors, or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=["config.json", "*.safetensors", "*.bin"]))
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"no head at {folder}: not a local folder, and the hub says: {text}") from error
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} has no config.json: not the folder of a head") from error
+    except ValueError as error:
+        raise UserError(f"{path}/config.json is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{path}/config.json must hold an object")
+    return fields
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    safe, pickled = path / "model.safetensors", path / "pytorch_model.bin"
+    try:
+        if safe.exists():
+            return load_file(safe)
+        if pickled.exists():
+            return torch.load(pickled, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(f"the weights in {path} cannot be read: {error}") from error
+    raise UserError(f"{path} has neither model.safetensors nor pytorch_model.bin")

@@ -1,0 +1,351 @@
+"""The EAGLE3 draft head [Li et al. 2025, arXiv 2503.01840]: one decoder block on fused features of the expert.
+
+Two ways to run it, held equal by a test:
+
+* :meth:`Eagle3Head.step` decodes: new tokens on a :class:`~dcd_core.cache.KVCache`, as a chain or a tree.
+* :meth:`Eagle3Head.unroll` runs the drafts of *all* positions of a text in parallel, for training and for replay.
+
+Symbols: token ``x_t``, fused feature ``g_t`` of the position that reads ``x_t``. Row ``t`` pairs ``x_{t+1}`` with
+``g_t`` and drafts ``x_{t+2}``; it sits at position (and cache slot) ``t``. Step ``i`` of a draft rooted at row ``t``
+pairs the draft's own token and state of step ``i-1`` and sits at position ``t + i``.
+
+The expert's token embedding is frozen and belongs to the expert: methods take embedded tokens, and none of it is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dcd_core.cache import KVCache
+from dcd_core.errors import UserError
+from dcd_core.heads.rope import Rotary, read_rope, rotate
+from dcd_core.heads.row_attention import attend_rows
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Shape of a head. ``feature_layers`` index the expert's ``hidden_states`` (0 = embeddings), i.e. the *inputs* of
+    those layers; None when a published head does not say and no expert was at hand."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None
+    max_position_embeddings: int = 2048
+    feature_layers: tuple[int, int, int] | None = None
+    num_hidden_layers: int = 1
+
+    @classmethod
+    def from_expert(cls, config, draft_vocab_size: int, feature_layers: tuple[int, int, int]) -> Eagle3Config:
+        """The head shape for an expert of this transformers configuration (Llama or Qwen3).
+
+        Raises:
+            UserError: rotary positions that the head cannot reproduce, or more draft ids than the expert has.
+        """
+        theta, scaling = read_rope(config.to_dict())
+        if theta is None:
+            raise UserError(f"the expert's configuration ({config.model_type}) states no rope_theta")
+        if draft_vocab_size > config.vocab_size:
+            raise UserError(
+                f"the draft vocabulary has {draft_vocab_size} ids but the expert only {config.vocab_size}; "
+                "lower draft_vocab_size"
+            )
+        return cls(
+            hidden_size=config.hidden_size,
+            target_hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=config.max_position_embeddings,
+            feature_layers=tuple(feature_layers),
+        )
+
+    def replace(self, **changes) -> Eagle3Config:
+        return dataclasses.replace(self, **changes)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in at least fp32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
+        wide = states.to(torch.promote_types(states.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(states.dtype)
+
+
+class Attention(nn.Module):
+    """Llama-style grouped attention whose inputs are twice as wide: [embedding, state]."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.dim = config.head_dim
+        wide, heads, kv_heads = 2 * config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(wide, heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(wide, kv_heads * self.dim, bias=False)
+        self.v_proj = nn.Linear(wide, kv_heads * self.dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.dim, config.hidden_size, bias=False)
+
+    def split(self, flat: Tensor) -> Tensor:
+        return flat.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+
+    def query(self, inputs: Tensor, tables) -> Tensor:
+        return rotate(self.split(self.q_proj(inputs)), tables)
+
+    def key_value(self, inputs: Tensor, tables) -> tuple[Tensor, Tensor]:
+        return rotate(self.split(self.k_proj(inputs)), tables), self.split(self.v_proj(inputs))
+
+    def output(self, heads: Tensor) -> Tensor:
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class Block(nn.Module):
+    """The head's only decoder layer. No q/k norms and no biases, whatever the expert has."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.self_attn = Attention(config)
+        self.mlp = Mlp(config)
+
+    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """Embedding first, 2H wide."""
+        return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+
+    def finish(self, residual: Tensor, heads: Tensor) -> Tensor:
+        """Residual add, MLP, residual add; the residual is the un-normed fused feature or state."""
+        states = residual + self.self_attn.output(heads)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle3Head(nn.Module):
+    """EAGLE3 draft head (see the module docstring).
+
+    Args:
+        config: shape.
+        d2t: OFFSET of each draft id: expert id = draft id + d2t[draft id]. None (with t2d): the first ids.
+        t2d: membership of each expert id in the draft vocabulary.
+    Raises:
+        UserError: maps that contradict each other or the config (see :func:`check_maps`).
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        d2t: Int[Tensor, " draft"] | None = None,
+        t2d: Bool[Tensor, " vocab"] | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Block(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if d2t is None and t2d is None:
+            d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+            t2d = torch.arange(config.vocab_size) < config.draft_vocab_size
+        check_maps(d2t, t2d, config.draft_vocab_size, config.vocab_size)
+        self.register_buffer("d2t", d2t.clone())
+        self.register_buffer("t2d", t2d.clone())
+        self.rotary = Rotary(
+            config.rope_theta, config.rope_scaling, config.head_dim, max(config.max_position_embeddings, 1)
+        )
+
+    @classmethod
+    def from_expert(
+        cls,
+        config,
+        vocabulary=None,
+        feature_layers: tuple[int, int, int] | None = None,
+        seed: int = 0,
+        output_rows: Float[Tensor, "vocab hidden"] | None = None,
+    ) -> Eagle3Head:
+        """A fresh head for an expert.
+
+        Args:
+            config: the expert's transformers configuration.
+            vocabulary: anything with ``d2t`` and ``t2d``; None takes the expert's whole vocabulary.
+            feature_layers: taps as indices of ``hidden_states``; None for EAGLE3's {2, n//2, n-3}.
+            seed: of the random initial weights (std .02).
+            output_rows: the expert's output layer; its rows of the draft ids initialise ``lm_head``.
+        """
+        layers = config.num_hidden_layers
+        if feature_layers is None:
+            if layers < 7:
+                raise UserError(f"an expert of {layers} layers has no default EAGLE3 taps; give feature_layers")
+            feature_layers = (2, layers // 2, layers - 3)
+        d2t = t2d = None
+        if vocabulary is not None:
+            d2t, t2d = vocabulary.d2t.long(), vocabulary.t2d.bool()
+            # the map counts real ids; the head's table has the expert's (possibly padded) width
+            t2d = F.pad(t2d, (0, config.vocab_size - t2d.shape[0]))
+        size = config.vocab_size if d2t is None else d2t.shape[0]
+        head = cls(Eagle3Config.from_expert(config, size, feature_layers), d2t, t2d)
+        head.initialise(seed, output_rows)
+        return head
+
+    @torch.no_grad()
+    def initialise(self, seed: int, output_rows: Tensor | None = None) -> None:
+        """Seeded weights: linear layers normal with std .02, norms one, ``lm_head`` from the expert's rows if given."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                values = torch.empty(module.weight.shape).normal_(0.0, 0.02, generator=generator)
+                module.weight.copy_(values)
+        if output_rows is not None:
+            self.lm_head.weight.copy_(output_rows[self.target_ids.to(output_rows.device)])
+
+    @property
+    def target_ids(self) -> Int[Tensor, " draft"]:
+        """Expert id of every draft id, ascending."""
+        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+
+    def fuse(self, features: Float[Tensor, "batch position features"]) -> Float[Tensor, "batch position hidden"]:
+        """The three tapped features (low | mid | high, 3H wide) as one H-wide input."""
+        return self.fc(features.to(self.fc.weight.dtype))
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch draft"]:
+        """Draft logits of recurrent states, over draft ids, in at least fp32."""
+        logits = self.lm_head(self.norm(hidden))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        weight = self.fc.weight
+        return KVCache.for_config(self.config, batch, capacity, weight.dtype, weight.device)
+
+    def step(
+        self,
+        embeds: Float[Tensor, "batch width hidden"],
+        hidden: Float[Tensor, "batch width hidden"],
+        cache: KVCache,
+        *,
+        tree_mask: Bool[Tensor, "batch width width"] | None = None,
+        depths: Int[Tensor, "batch width"] | None = None,
+    ) -> Float[Tensor, "batch width hidden"]:
+        """One decoding pass over new rows; the caller commits the cache.
+
+        Args:
+            embeds: embedded tokens, one further than the states they are paired with.
+            hidden: :meth:`fuse` of true features, or states from the step before.
+        Returns:
+            The recurrent states: the block's output before the final norm.
+        """
+        dtype = self.fc.weight.dtype
+        embeds, hidden = embeds.to(dtype), hidden.to(dtype)
+        plan = cache.plan(embeds.shape[1], tree_mask, depths)
+        attention = self.midlayer.self_attn
+        inputs = self.midlayer.inputs(embeds, hidden)
+        tables = self.rotary.tables(plan.positions, dtype)
+        keys, values = cache.update(*attention.key_value(inputs, tables), 0)
+        heads = F.scaled_dot_product_attention(
+            attention.query(inputs, tables), keys, values, attn_mask=plan.mask, enable_gqa=True
+        )
+        return self.midlayer.finish(hidden, heads)
+
+    def unroll(
+        self,
+        features: Float[Tensor, "batch position features"],
+        embeds: Float[Tensor, "batch position hidden"],
+        rows: Int[Tensor, "batch row"],
+        steps: int,
+        next_embeds: Callable[[int, Tensor], Tensor],
+    ) -> Iterator[Float[Tensor, "batch row hidden"]]:
+        """The drafts rooted at ``rows``, all in parallel: yields the recurrent states of steps 0, 1, ... ``steps - 1``.
+
+        Equal to feeding :meth:`step` the true tokens and features up to a row and the same draft tokens afterwards.
+
+        Args:
+            features: true features ``g_t`` of the whole text; rows may be right-padded with anything finite.
+            embeds: embedded ``x_{t+1}`` for every ``t`` (the last one is never seen by earlier rows).
+            rows: roots of each text; repeat any root to fill a batch up.
+            next_embeds: ``next_embeds(i, state)`` gives the ``[batch, row, hidden]`` embedded tokens of step ``i >= 1``
+                from the state of step ``i - 1``: the ground truth in training, the head's own choice in replay.
+        """
+        dtype = self.fc.weight.dtype
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        fused = self.fuse(features)
+        inputs = layer.inputs(embeds.to(dtype), fused)
+        places = torch.arange(fused.shape[1], device=fused.device)[None]
+        keys, values = attention.key_value(inputs, self.rotary.tables(places, dtype))
+        own: list[tuple[Tensor, Tensor]] = []
+        # keys are needed at every position, everything after them only at the roots
+        state = _pick(fused, rows)
+        inputs = _pick(inputs, rows)
+        for index in range(steps):
+            tables = self.rotary.tables(rows + index, dtype)
+            if index:
+                inputs = layer.inputs(next_embeds(index, state).to(dtype), state)
+                own.append(attention.key_value(inputs, tables))
+            heads = attend_rows(attention.query(inputs, tables), rows, keys, values, own)
+            state = layer.finish(state, heads)
+            yield state
+
+
+def _pick(states: Tensor, rows: Tensor) -> Tensor:
+    return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def check_maps(d2t: Tensor, t2d: Tensor, draft_vocab_size: int, vocab_size: int) -> None:
+    """Assert what every reader of a draft vocabulary relies on.
+
+    Raises:
+        UserError: ``d2t`` or ``t2d`` has the wrong length or type; ``i + d2t[i]`` is not strictly increasing, leaves
+            the vocabulary, or is not exactly the set that ``t2d`` marks.
+    """
+    if d2t.shape != (draft_vocab_size,) or d2t.dtype != torch.int64:
+        raise UserError(f"d2t must be int64 [{draft_vocab_size}], got {d2t.dtype} {list(d2t.shape)}")
+    if t2d.shape != (vocab_size,) or t2d.dtype != torch.bool:
+        raise UserError(f"t2d must be bool [{vocab_size}], got {t2d.dtype} {list(t2d.shape)}")
+    if d2t.is_meta or t2d.is_meta:
+        return
+    ids = torch.arange(draft_vocab_size, device=d2t.device) + d2t
+    if draft_vocab_size > 1 and not bool((ids[1:] > ids[:-1]).all()):
+        raise UserError("the draft vocabulary's ids (i + d2t[i]) are not strictly increasing: d2t is damaged")
+    if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        raise UserError(f"the draft vocabulary points outside the {vocab_size} ids of the expert: d2t is damaged")
+    marked = t2d.nonzero()[:, 0]
+    if marked.shape != ids.shape or not torch.equal(marked, ids):
+        raise UserError(
+            f"d2t and t2d disagree: t2d marks {marked.shape[0]} ids, d2t maps to {draft_vocab_size}; "
+            "both must describe the same draft vocabulary"
+        )
