@@ -1,1 +1,1 @@
-"""Drafters: one file each, all with the same two methods (propose, observe)."""
+"""Drafters: who proposes the tokens of a round. One file each; :mod:`dcd_core.drafters.protocol` says what one does."""

@@ -1,0 +1,60 @@
+"""The amateur as drafter: speculative contrastive decoding, SCD [Yuan et al. 2024], with delayed drafting."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dcd_core.cache import KVCache
+from dcd_core.draft import Draft
+from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
+from dcd_core.models import LanguageModel
+
+
+class AmateurDrafter(Drafter):
+    """Drafts gamma tokens by gamma serial passes of the amateur, whose rows the verifier then needs anyway.
+
+    The row after the last draft does not exist yet. Only when a row of the batch accepts everything does the loop ask
+    for one more pass (:meth:`late_row`), so the serial cost is (gamma + rho^gamma) t_q [DCD, App. D].
+    """
+
+    default_rule = "sampled"
+    scores_amateur = True
+
+    def __init__(self, amateur: LanguageModel):
+        self.amateur = amateur
+        self.cache: KVCache | None = None
+        self.rows: Float[Tensor, "batch gamma vocab"] | None = None
+
+    def adopt(self, cache: KVCache) -> None:
+        """Use the cache that the loop's prefill filled."""
+        self.cache = cache
+
+    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, gamma: int) -> Draft:
+        self.base = list(self.cache.lengths)
+        token, tokens, probs, rows = root, [], [], []
+        for depth in range(gamma):
+            logits = self.amateur.forward(token[:, None], self.cache).logits[:, 0]
+            self.cache.commit([1] * len(self.base))
+            token, distribution = noise.pick(logits, depth, self.amateur.vocab)
+            rows.append(logits)
+            tokens.append(token)
+            probs.append(distribution)
+        self.rows = torch.stack(rows, dim=1)
+        stacked = torch.stack(probs, dim=1) if noise.rule == "sampled" else None
+        return Draft.chain(torch.stack(tokens, dim=1), rule=noise.rule, probs=stacked)
+
+    def late_row(self, token: Int[Tensor, " batch"], rows: list[bool]) -> Float[Tensor, "batch 1 vocab"]:
+        """One more pass on the last drafted token; only ``rows`` keep it in their cache."""
+        logits = self.amateur.forward(token[:, None], self.cache).logits
+        self.cache.commit([int(row) for row in rows])
+        return logits
+
+    def observe(self, accepted: Accepted) -> None:
+        # the root and the accepted drafts stay; what a late row added is already counted
+        kept = [base + count for base, count in zip(self.base, accepted.counts, strict=True)]
+        self.cache.rollback(kept)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """The loop owns the cache and keeps its rows."""

@@ -1,0 +1,78 @@
+"""Counter-based randomness: every random number is a hash of what it is for.
+
+A number depends on (seed, prompt id, sample, output position, stream, index) and on nothing else: not on the batch, the
+device, the order of the rounds or the drafter. So a row's text does not depend on its neighbours, a run can be resumed
+anywhere, and "same seed, same text" holds. Streams keep the uses apart: verifying a child, the last inverse-CDF draw,
+drawing a draft token, and the Gumbel noise of the shared-noise rule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+ACCEPT, FINAL, DRAFT, GUMBEL = 1, 2, 3, 4
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Logical right shift (torch's is arithmetic)."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 [Steele et al. 2014]; integer products wrap around modulo 2^64."""
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX2
+    return bits ^ _shift_right(bits, 31)
+
+
+def row_key(seed: int, prompt_id: str, sample: int) -> int:
+    """A signed 64-bit key of one generated sequence."""
+    digest = hashlib.blake2b(f"{seed}\x1f{prompt_id}\x1f{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniforms(
+    keys: Int[Tensor, " batch"], positions: Int[Tensor, "batch count"], stream: int, width: int = 1
+) -> Float[Tensor, "batch count width"]:
+    """Uniform numbers in (0, 1), fp64, for output positions of each row.
+
+    Args:
+        keys: from :func:`row_key`.
+        positions: output position of each number; ``width`` numbers are given per position.
+    """
+    index = torch.arange(width, device=keys.device, dtype=torch.int64)
+    state = _mix(keys[:, None] + (positions * 8 + stream + 1) * _GOLDEN)
+    bits = _mix(state[..., None] + (index + 1) * _GOLDEN)
+    return (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+
+
+def gumbel(
+    keys: Int[Tensor, " batch"], positions: Int[Tensor, "batch count"], vocab: int
+) -> Float[Tensor, "batch count vocab"]:
+    """Gumbel noise, fp32, for the shared-noise rule: argmax(log pi + g) is a draw from pi.
+
+    The large values, which decide the argmax, come from uniforms near 0, where floats are dense: the noise is
+    -log(-log(1 - u)).
+    """
+    noise = uniforms(keys, positions, GUMBEL, vocab).float().clamp_max(1 - 2.0**-24)
+    return noise.neg_().log1p_().neg_().log_().neg_()
+
+
+def inverse_cdf(weights: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+    """The id where the running sum of (un-normalised, non-negative) weights passes ``uniform`` of the total.
+
+    Summed in fp64: over 100k ids an fp32 running sum is off by more than a rare id's probability.
+    """
+    running = weights.double().cumsum(-1)
+    wanted = uniform.to(running.dtype)[:, None] * running[:, -1:]
+    index = torch.searchsorted(running, wanted, right=True).squeeze(-1)
+    # rounding may point past the last id that has any weight
+    last = (weights > 0).to(torch.int32).cumsum(-1).argmax(-1)
+    return torch.minimum(index, last)
