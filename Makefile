@@ -1,0 +1,75 @@
+# Everything starts from nothing but Python 3.11 or newer, a C++ compiler and this folder; `make` lists what there is.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_MIN ?= .venv-min
+# Processes for the tests; each one computes with a single thread.
+TEST_JOBS ?= 2
+
+# Threads that wait without sleeping make every other process on the machine slow.
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+
+STARTED := $(shell date +%s)
+SOURCES := setup.cfg pyproject.toml constraints.txt constraints-min.txt
+KEY := $(shell cat $(SOURCES) | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.ready-$(KEY)
+STAMP_MIN := $(VENV_MIN)/.ready-$(KEY)
+RUN := $(VENV)/bin/python
+
+# The tests that must also pass on the oldest supported transformers.
+OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py
+
+.PHONY: help setup test test-newest test-oldest quality demo clean
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
+
+setup: $(STAMP) ## virtual environment with the tested versions
+
+# A stamp is named after the contents of what it depends on: new contents, new stamp, new installation.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is not Python 3.11 or newer; say which to use: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 2; }
+	@echo "--- install: budget 2 min"
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --progress-bar off -c constraints.txt torch
+	$(RUN) -m pip install --progress-bar off -c constraints.txt -e '.[dev]'
+	touch $@
+	@echo "--- install: took $$(( $$(date +%s) - $(STARTED) )) s"
+
+# Shares the packages of the first environment (a path after its own), and has its own transformers.
+$(STAMP_MIN): $(STAMP)
+	rm -rf $(VENV_MIN)
+	$(RUN) -m venv $(VENV_MIN)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(VENV_MIN)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newest.pth"
+	$(VENV_MIN)/bin/python -m pip install --progress-bar off -c constraints-min.txt transformers huggingface_hub
+	$(VENV_MIN)/bin/python -m pip install --progress-bar off --no-deps --no-build-isolation -e .
+	touch $@
+
+test: test-newest test-oldest ## all tests, then cache, models and generation on the oldest supported transformers
+
+test-newest: $(STAMP)
+	$(RUN) -m pytest -q -n $(TEST_JOBS)
+
+test-oldest: $(STAMP_MIN)
+	$(VENV_MIN)/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
+	$(VENV_MIN)/bin/python -m pytest -q -n $(TEST_JOBS) $(OLDEST)
+
+quality: $(STAMP) ## ruff, and which room may import which
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pytest -q tests/test_layout.py
+
+demo: $(STAMP) ## the whole of it on a small real pair, up to runs/demo/report/index.html
+	$(RUN) data_prep/pipeline.py --pipeline configs/demo.yaml --started $(STARTED)
+
+clean: ## remove the environments and caches of tools; runs/ stays
+	rm -rf $(VENV) $(VENV_MIN) *.egg-info build .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
