@@ -38,8 +38,8 @@ $(STAMP):
 	@echo "--- install: budget 2 min"
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --progress-bar off -c constraints.txt torch
-	$(RUN) -m pip install --progress-bar off -c constraints.txt -e '.[dev]'
+	$(RUN) -m pip install -c constraints.txt torch
+	$(RUN) -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 	@echo "--- install: took $$(( $$(date +%s) - $(STARTED) )) s"
 
@@ -49,8 +49,8 @@ $(STAMP_MIN): $(STAMP)
 	$(RUN) -m venv $(VENV_MIN)
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(VENV_MIN)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newest.pth"
-	$(VENV_MIN)/bin/python -m pip install --progress-bar off -c constraints-min.txt transformers huggingface_hub
-	$(VENV_MIN)/bin/python -m pip install --progress-bar off --no-deps --no-build-isolation -e .
+	$(VENV_MIN)/bin/python -m pip install -c constraints-min.txt transformers huggingface_hub
+	$(VENV_MIN)/bin/python -m pip install --no-deps -e .
 	touch $@
 
 test: test-newest test-oldest ## all tests, then cache, models and generation on the oldest supported transformers
