@@ -65,14 +65,31 @@ def gumbel(
     return noise.neg_().log1p_().neg_().log_().neg_()
 
 
+_CHUNK = 256
+
+
 def inverse_cdf(weights: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
     """The id where the running sum of (un-normalised, non-negative) weights passes ``uniform`` of the total.
 
-    Summed in fp64: over 100k ids an fp32 running sum is off by more than a rare id's probability.
+    Found in two steps, first among sums of 256 ids and then inside one of them: a running sum over the whole vocabulary
+    costs more than a small model's output layer. Running sums are fp64: over 100k ids in fp32 they are off by more than
+    a rare id's probability.
     """
-    running = weights.double().cumsum(-1)
+    batch, vocab = weights.shape
+    chunks = -(-vocab // _CHUNK)
+    if chunks * _CHUNK != vocab:
+        weights = torch.nn.functional.pad(weights, (0, chunks * _CHUNK - vocab))
+    weights = weights.reshape(batch, chunks, _CHUNK)
+    running = weights.sum(-1).double().cumsum(-1)
     wanted = uniform.to(running.dtype)[:, None] * running[:, -1:]
-    index = torch.searchsorted(running, wanted, right=True).squeeze(-1)
-    # rounding may point past the last id that has any weight
-    last = (weights > 0).to(torch.int32).cumsum(-1).argmax(-1)
-    return torch.minimum(index, last)
+    chunk = _first_above(running, wanted)
+    before = torch.where(chunk > 0, running.gather(1, (chunk - 1).clamp_min(0)), 0.0)
+    inside = weights.gather(1, chunk[..., None].expand(-1, 1, _CHUNK))[:, 0].double().cumsum(-1)
+    return (chunk * _CHUNK + _first_above(inside, wanted - before))[:, 0]
+
+
+def _first_above(running: Float[Tensor, "batch count"], wanted: Float[Tensor, "batch 1"]) -> Int[Tensor, "batch 1"]:
+    """Index of the first running sum above ``wanted``; rounding may ask for one past the last step of the sum, so the
+    index never passes the place where the total is reached."""
+    total_reached = (running < running[:, -1:]).sum(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(running, wanted, right=True), total_reached)

@@ -31,6 +31,8 @@ class Eagle3Drafter(Drafter):
         self.head = head.eval()
         self.embedding = embedding
         self.vocab = vocab
+        # a head with the expert's whole, padded vocabulary may not propose ids that no tokenizer has; ids ascend
+        self.target_ids = head.target_ids[head.target_ids < vocab]
         self.cache: KVCache | None = None
         self.unread: Accepted | None = None
 
@@ -50,8 +52,8 @@ class Eagle3Drafter(Drafter):
                 embeds = self.embedding(tokens[-1])[:, None].to(state.dtype)
                 state = self.head.step(embeds, state, self.cache)
                 self.cache.commit([1] * len(lengths))
-            logits = self.head.logits(state)[:, 0]
-            token, distribution = noise.pick(logits, depth, self.vocab, self.head.target_ids)
+            logits = self.head.logits(state)[:, 0, : len(self.target_ids)]
+            token, distribution = noise.pick(logits, depth, self.vocab, self.target_ids)
             tokens.append(token)
             probs.append(distribution)
         self.cache.rollback(lengths)
@@ -63,7 +65,8 @@ class Eagle3Drafter(Drafter):
         new = self.unread
         width = max(new.counts)
         hidden = self.head.fuse(new.features[:, :width].to(self.head.fc.weight.dtype))
-        embeds = self.embedding(new.tokens[:, :width]).to(hidden.dtype)
+        # padding is -1
+        embeds = self.embedding(new.tokens[:, :width].clamp_min(0)).to(hidden.dtype)
         state = self.head.step(embeds, hidden, self.cache)
         self.cache.commit(new.counts)
         last = torch.tensor(new.counts, device=state.device)[:, None, None] - 1

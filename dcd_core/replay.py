@@ -1,0 +1,73 @@
+"""Accepted length of a greedy EAGLE3 chain from a stored rollout, without a pass of expert or amateur.
+
+At temperature 0 every lossless method emits the target's own tokens, so a drafter's rounds follow exactly from one
+rollout with stored expert features: unroll the head at all positions in parallel on its *own* tokens, count how many drafts
+agree with the rollout, and walk the rounds. A test holds this equal to the decoding loop, round by round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dcd_core.heads.eagle3 import Eagle3Head
+
+
+@dataclass
+class Rollout:
+    """One finished text: prompt and answer ids, and the expert's tapped features at every position."""
+
+    ids: Int[Tensor, " position"]
+    prompt_length: int
+    features: Float[Tensor, "position features"]
+
+
+@torch.no_grad()
+def matching_drafts(head: Eagle3Head, embedding: nn.Embedding, rollout: Rollout, gamma: int) -> Int[Tensor, " root"]:
+    """For every possible root of a round, how many of its ``gamma`` greedy drafts agree with the rollout before the
+    first that does not.
+
+    Entry k belongs to the root at position ``prompt_length + k``, i.e. to the head's row one before it; the last token
+    of the text is no root. Drafts past the end of the text never agree.
+    """
+    length, first = len(rollout.ids), rollout.prompt_length
+    roots = torch.arange(first, length - 1, device=rollout.ids.device)
+    if len(roots) == 0:
+        return torch.zeros(0, dtype=torch.int64, device=rollout.ids.device)
+    picked: list[Tensor] = []
+
+    def next_embeds(step: int, state: Tensor) -> Tensor:
+        picked.append(head.target_ids[head.logits(state).argmax(-1)])
+        return embedding(picked[-1])
+
+    shifted = torch.cat([rollout.ids[1:], rollout.ids[-1:]])
+    states = head.unroll(rollout.features[None], embedding(shifted)[None], (roots - 1)[None], gamma, next_embeds)
+    for state in states:
+        last = state
+    next_embeds(gamma, last)
+    run = torch.ones_like(roots, dtype=torch.bool)
+    agreed = torch.zeros_like(roots)
+    for step, tokens in enumerate(picked):
+        place = roots + 1 + step
+        inside = place < length
+        run = run & inside & (tokens[0] == rollout.ids[place.clamp_max(length - 1)])
+        agreed = agreed + run
+    return agreed
+
+
+def walk_rounds(agreed: list[int], gamma: int) -> list[tuple[int, int, int]]:
+    """The rounds (drafted, accepted, emitted) that decoding would have made, from :func:`matching_drafts`."""
+    rounds, root, last = [], 0, len(agreed)
+    while root < last:
+        emitted = min(agreed[root] + 1, last - root)
+        rounds.append((gamma, agreed[root], emitted))
+        root += emitted
+    return rounds
+
+
+def replay(head: Eagle3Head, embedding: nn.Embedding, rollout: Rollout, gamma: int) -> list[tuple[int, int, int]]:
+    """The rounds of one rollout: :func:`matching_drafts`, then :func:`walk_rounds`."""
+    return walk_rounds(matching_drafts(head, embedding, rollout, gamma).tolist(), gamma)
