@@ -152,7 +152,9 @@ class _Parser(HfArgumentParser):
             self.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """As in argparse, but a plain % in a help text is only a percent sign."""
+        """As in argparse, but a list may be empty, and a % in a help text is only a percent sign."""
+        if options.get("nargs") == "+":
+            options["nargs"] = "*"
         text = options.get("help")
         if text and text is not argparse.SUPPRESS:
             options["help"] = text.replace("%", "%%")
@@ -186,16 +188,14 @@ class _Parser(HfArgumentParser):
         items = value if isinstance(value, list) else [value]
         if value is None:
             return []
-        if isinstance(value, list) and action.nargs != "+":
+        if isinstance(value, list) and action.nargs != "*":
             raise UserError(f"{path}: '{name}' takes one value, not a list")
-        if not items:
-            raise UserError(f"{path}: '{name}' is an empty list; leave it out to get the default")
         for item in items:
             if item is None or isinstance(item, (dict, list)):
                 raise UserError(f"{path}: '{name}' must be a plain value or a list of them, got {value}")
             if isinstance(item, bool) and action.nargs != "?" and action.type is str:
                 raise UserError(f"{path}: '{name}' is text, but YAML reads its value as {item}; put it in quotes")
-        if action.nargs == "+":
+        if action.nargs == "*":
             return [f"--{name}", *map(str, items)]
         return [f"--{name}={value}"]
 

@@ -1,0 +1,202 @@
+"""Flags and YAML are one set of settings: the typed flag wins, and whatever is wrong is refused in one line."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import yaml
+
+from dcd_core import config
+from dcd_core.config import finish_run, parse_config, run_entry, save_run
+from dcd_core.errors import UserError
+
+
+@dataclass
+class Config:
+    """Settings of every kind that entry scripts use."""
+
+    alpha: float = field(default=0.1, metadata={"help": "contrast strength; 50% is 0.5"})
+    alphas: list[float] = field(default_factory=lambda: [0.1], metadata={"help": "several"})
+    names: list[str] = field(default_factory=list, metadata={"help": "several names"})
+    steps: int = field(default=10, metadata={"help": "a whole number"})
+    layers: list[int] | None = field(default=None, metadata={"help": "layers, none for the default"})
+    limit: int | None = field(default=None, metadata={"help": "a whole number or nothing"})
+    expert: str = field(default="", metadata={"help": "a folder"})
+    bf16: bool = field(default=True, metadata={"help": "on by default"})
+    overwrite: bool = field(default=False, metadata={"help": "off by default"})
+    schedule: Literal["cosine", "linear"] = field(default="cosine", metadata={"help": "one of two"})
+
+    def __post_init__(self):
+        if self.alpha < 0:
+            raise ValueError("--alpha must be 0 or more")
+
+
+@dataclass
+class Needed:
+    """A setting without a default."""
+
+    expert: str = field(metadata={"help": "a folder"})
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Write YAML text, get the flags that read it."""
+
+    def write(text: str, name: str = "given.yaml") -> list[str]:
+        (tmp_path / name).write_text(text)
+        return ["--config", str(tmp_path / name)]
+
+    return write
+
+
+def test_defaults():
+    assert parse_config(Config, []) == Config()
+
+
+def test_flags_of_every_kind():
+    given = "--alpha -0 --alphas -1e-3 2 -.5 --names a b --steps 3 --layers 1 2 --limit 4 --no_bf16 --overwrite"
+    parsed = parse_config(Config, [*given.split(), "--schedule=linear", "--expert", "some folder"])
+    assert parsed == Config(0.0, [-1e-3, 2.0, -0.5], ["a", "b"], 3, [1, 2], 4, "some folder", False, True, "linear")
+
+
+def test_yaml_of_every_kind(file):
+    given = "alpha: 1e-3\nalphas: [-1e-3, 2]\nnames: x\nlayers: [1, 2]\nlimit: null\nbf16: false\nexpert: '-a b'\n"
+    assert parse_config(Config, file(given)) == Config(1e-3, [-1e-3, 2.0], ["x"], 10, [1, 2], None, "-a b", False)
+    assert parse_config(Config, file("")) == Config()
+    assert parse_config(Config, file("alphas: []")).alphas == []
+    assert parse_config(Config, file("expert: null\nnames: null")) == Config(), (
+        "null is the default, not the text 'null'"
+    )
+
+
+def test_the_typed_flag_wins_wherever_it_stands(file):
+    settings = file("alpha: 0.5\nalphas: [1, 2]\nbf16: false")
+    assert parse_config(Config, [*settings, "--alpha", "0.2"]).alpha == 0.2
+    parsed = parse_config(Config, ["--alpha", "0.2", "--alphas", "3", "--bf16", *settings])
+    assert (parsed.alpha, parsed.alphas, parsed.bf16) == (0.2, [3.0], True)
+
+
+def test_later_files_win_and_equals_signs_work(file):
+    first, second = file("steps: 1\nalpha: 0.3", "a.yaml"), file("steps: 2", "b.yaml")
+    parsed = parse_config(Config, [f"--config={first[1]}", *second])
+    assert (parsed.steps, parsed.alpha) == (2, 0.3)
+
+
+def test_a_required_setting_may_come_from_the_file(file):
+    assert parse_config(Needed, file("expert: x")).expert == "x"
+    with pytest.raises(UserError, match="required: --expert"):
+        parse_config(Needed, file(""))
+
+
+def test_the_launchers_flag_is_dropped():
+    assert parse_config(Config, ["--local_rank=1", "--steps", "2"]) == Config(steps=2)
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        ("--alpha nan", "--alpha must be a finite number, got nan"),
+        ("--alpha -inf", "--alpha must be a finite number, got -inf"),
+        ("--alphas 1 inf", "--alphas must be a finite number, got inf"),
+        ("--alpha -1", "--alpha must be 0 or more"),
+        ("--alpha x", "argument --alpha: invalid float value: 'x'"),
+        ("--steps 1.5", "argument --steps: invalid int value: '1.5'"),
+        ("--alph 1", "unrecognized arguments: --alph 1"),
+        ("--schedule constant", "invalid choice: 'constant' (choose from"),
+        ("--bf16 perhaps", "Truthy value expected: got perhaps"),
+        ("--config", "argument --config: expected one argument"),
+        ("--config /no/such/file.yaml", "cannot read /no/such/file.yaml: No such file or directory"),
+        ("stray", "unrecognized arguments: stray"),
+    ],
+)
+def test_wrong_flags_are_refused(flags, complaint):
+    with pytest.raises(UserError) as refusal:
+        parse_config(Config, flags.split())
+    assert complaint in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("alhpa: 1", "unknown setting 'alhpa' in {file}; did you mean 'alpha'?"),
+        ("zzz: 1", "unknown setting 'zzz' in {file}; --help lists the settings"),
+        ("alpha: .nan", "--alpha must be a finite number"),
+        ("alpha: -2", "--alpha must be 0 or more"),
+        ("alpha: much", "{file}: argument --alpha: invalid float value: 'much'"),
+        ("alpha: [1, 2]", "{file}: 'alpha' takes one value, not a list"),
+        ("alpha: {a: 1}", "{file}: 'alpha' must be a plain value or a list of them"),
+        ("names: [a, null]", "{file}: 'names' must be a plain value or a list of them"),
+        ("steps: true", "{file}: argument --steps: invalid int value: 'True'"),
+        ("expert: no", "{file}: 'expert' is text, but YAML reads its value as False; put it in quotes"),
+        ("alpha: 1\nalpha: 2", "{file} is not valid YAML: 'alpha' is given twice"),
+        ("alpha: [", "{file} is not valid YAML"),
+        ("- alpha", "{file} must hold `name: value` lines, got a list"),
+        ("config: other.yaml", "unknown setting 'config' in {file}"),
+    ],
+)
+def test_wrong_files_are_refused(file, text, complaint):
+    flags = file(text)
+    with pytest.raises(UserError) as refusal:
+        parse_config(Config, flags)
+    assert complaint.format(file=flags[1]) in str(refusal.value)
+
+
+def test_help_shows_text_defaults_and_percent_signs(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(Config, ["--help"], description="What it does.\n\n    an example")
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "50% is 0.5 (default: 0.1)" in shown and "\n    an example" in shown and "local_rank" not in shown
+
+
+def test_bad_input_is_one_line_and_exit_code_2(capsys):
+    def refuse():
+        raise UserError("a is wrong,\n  in b;\tdo c")
+
+    assert run_entry(refuse) == 2
+    seen = capsys.readouterr()
+    assert (seen.out, seen.err) == ("", "error: a is wrong, in b; do c\n")
+    assert run_entry(lambda: 3) == 3 and run_entry(lambda: None) == 0
+
+
+def test_a_bug_keeps_its_traceback():
+    def broken():
+        raise ValueError("not the user's doing")
+
+    with pytest.raises(ValueError, match="not the user's doing"):
+        run_entry(broken)
+
+
+def test_a_run_records_what_made_it(tmp_path):
+    folder = save_run(tmp_path / "run", Config(alpha=0.5), ["--alpha", "0.5", "--expert", "a b"])
+    assert yaml.safe_load((folder / "config.yaml").read_text())["alpha"] == 0.5
+    assert parse_config(Config, ["--config", str(folder / "config.yaml"), "--names", "x"]).alpha == 0.5
+    assert (folder / "command.txt").read_text().endswith("--alpha 0.5 --expert 'a b'\n")
+    assert json.loads((folder / "versions.json").read_text())["torch"].startswith("2.")
+    assert (folder / "git_sha.txt").read_text().strip()
+    finish_run(folder, {"loss": 1.5})
+    assert json.loads((folder / "metrics.json").read_text()) == {"loss": 1.5}
+
+
+def test_a_finished_run_is_not_redone(tmp_path):
+    folder = save_run(tmp_path, Config(), [])
+    save_run(tmp_path, Config(), [])  # not finished: it may go on
+    finish_run(folder, {"loss": 1.5})
+    with pytest.raises(UserError, match="finished run; choose another folder or give --overwrite"):
+        save_run(tmp_path, Config(alpha=0.7), [])
+    assert yaml.safe_load((folder / "config.yaml").read_text())["alpha"] == 0.1, "a refusal changes nothing"
+    save_run(tmp_path, Config(), [], overwrite=True)
+    assert not (folder / "metrics.json").exists(), "half redone is not finished"
+
+
+def test_a_metric_that_is_no_number_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"metrics.json: steps\[1\].loss is not a finite number"):
+        finish_run(tmp_path, {"steps": [{"loss": 1.0}, {"loss": float("nan")}]})
+    assert not os.listdir(tmp_path)
+
+
+def test_versions_of_what_is_missing(monkeypatch):
+    monkeypatch.setattr(config, "RECORDED_PACKAGES", ("no-such-package-here",))
+    assert config.versions()["no-such-package-here"] == "not installed"
