@@ -195,7 +195,10 @@ def clear(pipeline: Pipeline, stage: Stage) -> None:
     for text in stage.outputs:
         altered = text in made and not unchanged(pipeline, text, made[text])
         for path in matches(pipeline, text)[1]:
-            if altered or path.resolve().is_relative_to(pipeline.run.resolve()):
+            inside = path.parent.resolve().is_relative_to(
+                pipeline.run.resolve()
+            )  # a link in there is removed, not followed
+            if inside or altered:
                 remove(path)
 
 

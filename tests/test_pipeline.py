@@ -212,13 +212,18 @@ def test_an_unknown_stage_is_refused(bench):
 
 
 def test_the_cache_is_not_emptied(bench):
-    """A stage whose command changed keeps what is in the cache: the command itself knows what it can use."""
+    """A stage whose command changed keeps what is in the cache: the command itself knows what it can use.
+
+    A link into the cache goes, what it leads to stays.
+    """
     kept = bench.folder / "cache" / "model"
     kept.mkdir(parents=True)
     (kept / "weights").write_text("w")
-    stage = {"name": "get", "budget_s": 1, "command": ["{python}", "-c", "pass"], "outputs": ["{cache}/model"]}
+    link = "import os, sys; os.symlink(sys.argv[1], sys.argv[2])"  # fails if the link is still there
+    command = ["{python}", "-c", link, "{cache}/model", "{run}/model"]
+    stage = {"name": "get", "budget_s": 1, "command": command, "outputs": ["{cache}/model", "{run}/model"]}
     bench.content["stages"] = [stage]
     assert bench() == 0
-    stage["command"] = ["{python}", "-c", "'other'"]
+    stage["command"] = [*command, "more"]
     assert bench() == 0
-    assert (kept / "weights").read_text() == "w"
+    assert (kept / "weights").read_text() == "w" and (bench.run / "model" / "weights").read_text() == "w"
