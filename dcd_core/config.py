@@ -37,6 +37,7 @@ RECORDED_PACKAGES = (
     "pyarrow",
     "dcd",
 )
+ARGPARSE_OPTIONS = {"action", "choices", "const", "default", "dest", "help", "metavar", "nargs", "required", "type"}
 NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^-(inf|nan)$")
 
 
@@ -152,7 +153,10 @@ class _Parser(HfArgumentParser):
             self.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """As in argparse, but a list may be empty, and a % in a help text is only a percent sign."""
+        """As in argparse, but a list may be empty, a % in a help text is only a percent sign, and metadata of a field
+        that is for others than argparse is left out.
+        """
+        options = {name: value for name, value in options.items() if name in ARGPARSE_OPTIONS}
         if options.get("nargs") == "+":
             options["nargs"] = "*"
         text = options.get("help")

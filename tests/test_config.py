@@ -20,7 +20,7 @@ class Config:
     alpha: float = field(default=0.1, metadata={"help": "contrast strength; 50% is 0.5"})
     alphas: list[float] = field(default_factory=lambda: [0.1], metadata={"help": "several"})
     names: list[str] = field(default_factory=list, metadata={"help": "several names"})
-    steps: int = field(default=10, metadata={"help": "a whole number"})
+    steps: int = field(default=10, metadata={"help": "a whole number", "own": "not for argparse"})
     layers: list[int] | None = field(default=None, metadata={"help": "layers, none for the default"})
     limit: int | None = field(default=None, metadata={"help": "a whole number or nothing"})
     expert: str = field(default="", metadata={"help": "a folder"})
