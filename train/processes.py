@@ -1,0 +1,104 @@
+"""Ranks of a training run: how they start, share the machine's cores, and add up numbers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all of the run."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+def planned_world() -> int:
+    """Ranks that the launcher started (1 without a launcher), before anything is initialised."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(seed: int) -> Ranks:
+    """Join the run: under the ``deepspeed`` launcher as it says, else as its only process.
+
+    CPU ranks share the cores: torch gets at most cores / ranks threads each.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    world = planned_world()
+    local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world)
+    if get_accelerator().device_name() == "cpu":
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // local)))
+    else:
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not torch.distributed.is_initialized():
+        deepspeed.init_distributed(verbose=False)
+    rank = torch.distributed.get_rank()
+    seed_everything(seed + rank)
+    return Ranks(rank, world, torch.device(get_accelerator().current_device_name()))
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict:
+    """State of every random generator of this rank."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict) -> None:
+    """Put back what :func:`random_state` gave."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def add_up(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Sum over all ranks, in fp64 where the device has it; the result is on the CPU."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    values = values.to(device=device, dtype=wide)
+    torch.distributed.all_reduce(values)
+    return values.cpu()
+
+
+def barrier() -> None:
+    torch.distributed.barrier()

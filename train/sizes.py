@@ -1,0 +1,123 @@
+"""Sizes of a run before it starts (``--dry_run``) and the summary it leaves when it has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from dcd_core.heads.checkpoint import load_head_config
+from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head
+from dcd_core.models import default_feature_layers, load_config, refuse_unsupported
+from train.batches import Plan, Texts
+from train.loop import read_deepspeed_config, total_steps
+from train.processes import planned_world
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def count_parameters(module: nn.Module, trained_only: bool = False) -> int:
+    """Parameters of a module, shared ones once."""
+    return sum(item.numel() for item in module.parameters() if item.requires_grad or not trained_only)
+
+
+def on_meta(config) -> nn.Module:
+    """A model of this configuration without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def training_bytes(parameters: int, dtype: str, stage: int, world: int) -> int:
+    """Weights, gradients and AdamW state of one rank [Rajbhandari et al. 2020, arXiv 1910.02054].
+
+    bf16 keeps fp32 master weights beside the bf16 ones.
+    """
+    weights, gradients = BYTES[dtype], BYTES[dtype]
+    state = 8 if dtype == "float32" else 12
+    shares = [weights / (world if stage >= 3 else 1), gradients / (world if stage >= 2 else 1)]
+    shares.append(state / (world if stage >= 1 else 1))
+    return int(parameters * sum(shares))
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def describe_texts(config, vocab: int) -> tuple[str, Plan | None]:
+    """The lines on data and steps; without token files only what is missing."""
+    missing = [path for path in config.train_tokens if not Path(path).is_file()]
+    world = planned_world()
+    if missing:
+        lines = f"training texts: not there yet ({', '.join(missing)}), so the number of steps is not known"
+        return lines + (f" (at most {config.max_steps})" if config.max_steps else ""), None
+    texts = Texts.load(config.train_tokens, config.max_length, vocab, getattr(config, "max_answer_tokens", 0))
+    plan = Plan(tuple(texts.lengths), config.batch_size, world, config.gradient_accumulation, config.seed)
+    steps = total_steps(config, plan.steps_per_epoch)
+    return (
+        f"training texts: {texts.describe()}\n"
+        f"optimiser steps: {steps} of {plan.global_batch} texts ({world} ranks x {config.batch_size} x "
+        f"{config.gradient_accumulation} micro-batches), {config.epochs} epochs"
+    ), plan
+
+
+def describe_head_run(config) -> str:
+    """Tokens, parameters, memory and steps of a head's training, from configurations only."""
+    expert_config = load_config(config.expert)
+    refuse_unsupported(expert_config, config.expert)
+    taps = tuple(config.feature_layers) or default_feature_layers(expert_config.num_hidden_layers)
+    if config.head_init:
+        shape = load_head_config(config.head_init)
+    else:
+        shape = Eagle3Config.from_expert(expert_config, config.draft_vocab_size, taps)
+    with torch.device("meta"):
+        head = count_parameters(Eagle3Head(shape))
+    expert = count_parameters(on_meta(expert_config))
+    stage = read_deepspeed_config(config.deepspeed_config).get("zero_optimization", {}).get("stage", 0)
+    data, plan = describe_texts(config, expert_config.vocab_size)
+    longest = max(plan.lengths) if plan else config.max_length
+    positions = config.batch_size * longest
+    wide, hidden = BYTES[config.dtype], shape.hidden_size
+    # per position and step: about 14 H-wide and 3 MLP-wide activations are kept for the backward pass
+    kept = config.unroll_steps * (14 * hidden + 3 * shape.intermediate_size) * wide
+    batch = positions * (kept + 5 * hidden * wide + 4 * shape.draft_vocab_size)
+    trained = training_bytes(head, config.dtype, stage, planned_world())
+    frozen = expert * BYTES[config.expert_dtype]
+    return "\n".join(
+        [
+            f"expert {config.expert}: {expert / 1e6:.1f} M parameters, frozen, {config.expert_dtype}",
+            f"head: {head / 1e6:.1f} M trained parameters, {shape.draft_vocab_size} draft ids, taps {taps}, "
+            f"{config.dtype}",
+            data,
+            f"memory per rank: expert {gigabytes(frozen)}, head with AdamW at ZeRO {stage} {gigabytes(trained)}, "
+            f"at most about {gigabytes(batch)} for a micro-batch of {config.batch_size} x {longest} tokens; "
+            f"together {gigabytes(frozen + trained + batch)}",
+        ]
+    )
+
+
+def coverage(texts: Texts, t2d: Tensor) -> float:
+    """Share of the training answers' tokens that the draft vocabulary holds."""
+    inside = t2d.cpu().numpy()
+    answers = [sample.input_ids[start:end] for sample in texts.samples for start, end in sample.answer_spans]
+    return float(inside[np.concatenate(answers)].mean())
+
+
+def summary(texts: Texts, history: list[dict]) -> dict:
+    """metrics.json of a training run: data, the last training and held-out metrics, and the whole curve."""
+    train = [entry for entry in history if "loss" in entry]
+    held_out = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
+    last = held_out[-1] if held_out else {}
+    return {
+        "steps": history[-1]["step"] if history else 0,
+        "texts": len(texts),
+        "tokens": texts.tokens,
+        "answer_tokens": texts.answer_tokens,
+        "texts_cut": texts.shortened,
+        "texts_dropped": texts.dropped,
+        "train": train[-1] if train else {},
+        "eval": {name.removeprefix("eval_"): value for name, value in last.items() if name != "step"},
+        "history": history,
+    }

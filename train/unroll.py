@@ -1,0 +1,228 @@
+"""Training-time test of EAGLE3 [Li et al. 2025, arXiv 2503.01840]: which rows are trained at which step, and the loss.
+
+The shift and the mask live in :func:`align` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+LOGIT_BUDGET = 2**25
+"""Most logits (rows x vocabulary) worked on at once, in elements; longer batches go in chunks."""
+METRICS = ("loss", "correct", "acceptance", "rows")
+"""Columns of the sums that :func:`unroll_loss` returns for each step."""
+
+
+@dataclass
+class Alignment:
+    """Rows to unroll and how far, for one right-padded micro-batch (see :func:`align`)."""
+
+    rows: Int[Tensor, "batch row"]
+    """Root rows t of each text, ascending; short texts are filled up with row 0."""
+    last_step: Int[Tensor, "batch row"]
+    """Last step that is trained at this root; -1 for fillers."""
+
+    def trained(self, step: int) -> Bool[Tensor, "batch row"]:
+        return self.last_step >= step
+
+    def to(self, device) -> Alignment:
+        return Alignment(self.rows.to(device), self.last_step.to(device))
+
+
+def last_target(ids, span: tuple[int, int], stop_ids: frozenset[int]) -> int:
+    """Last position of an answer ``[start, end)`` from which a draft is still wanted.
+
+    That is the token before the end-of-turn token, or the last token of an answer that was cut by length and has none.
+    """
+    start, end = span
+    return end - 2 if end > start and int(ids[end - 1]) in stop_ids else end - 1
+
+
+def align(texts: list, spans: list[list[tuple[int, int]]], stop_ids: frozenset[int]) -> Alignment:
+    """The rows that are trained, and up to which step.
+
+    Tokens ``x_0 .. x_{T-1}``, fused feature ``g_t`` of the position that reads ``x_t``, expert logits ``L_t`` (they
+    predict ``x_{t+1}``). Row ``t`` of step ``i``:
+
+    ====  =========================  =======================  ========  ==================
+    step  token (embedded)           state                    position  learns
+    ====  =========================  =======================  ========  ==================
+    0     ``x_{t+1}``                ``fc(g_t)``              ``t``     ``L_{t+1}``
+    i     ``x_{t+1+i}``              row t of step ``i - 1``  ``t+i``   ``L_{t+1+i}``
+    ====  =========================  =======================  ========  ==================
+
+    It is trained iff ``x_{t+1} .. x_{t+1+i}`` are all tokens of one answer, ``x_{t+1+i}`` is not its end-of-turn token,
+    and ``t+1+i <= T-1``. So the first root of an answer ``[s, e)`` is ``t = s-1`` (the first row used in decoding), and
+    root ``t`` is trained for steps ``0 .. last - (t+1)``, where ``last`` is the answer's last token that is not its
+    end-of-turn (an answer cut by length has none: stop ids decide). Example: T = 6, prompt of 3, ``x_5`` end-of-turn::
+
+        position   0  1  2  3  4  5
+        token      p  p  p  a  a  end
+        step 0           t  t               t = 2 learns L_3, t = 3 learns L_4
+        step 1           t                  t = 2 learns L_4
+        step 2                              none
+
+    The looser rule "``x_{t+1+i}`` is assistant text" would also train rows 0 and 1, which never draft, and what
+    follows the end of a turn.
+
+    Args:
+        texts: the token ids of each text of the batch.
+        spans: its answers as ``[start, end)``, end-of-turn token included where there is one.
+        stop_ids: ids that end a turn.
+    """
+    roots, lasts = [], []
+    for ids, answers in zip(texts, spans, strict=True):
+        own_roots, own_lasts = [], []
+        for start, end in sorted(answers):
+            last = last_target(ids, (start, end), stop_ids)
+            # x_0 has no feature before it, so an answer that starts the text begins to be drafted one token later
+            for first_token in range(max(start, 1), last + 1):
+                own_roots.append(first_token - 1)
+                own_lasts.append(last - first_token)
+        roots.append(own_roots)
+        lasts.append(own_lasts)
+    width = max(1, max(map(len, roots), default=0))
+    return Alignment(
+        rows=torch.tensor([row + [0] * (width - len(row)) for row in roots], dtype=torch.int64),
+        last_step=torch.tensor([row + [-1] * (width - len(row)) for row in lasts], dtype=torch.int64),
+    )
+
+
+def count_rows(ids, spans: list[tuple[int, int]], stop_ids: frozenset[int], steps: int) -> list[int]:
+    """Number of trained rows of one text at each step, without building them: the loss needs it before the forward."""
+    lengths = [last_target(ids, span, stop_ids) - max(span[0], 1) + 1 for span in spans]
+    return [sum(max(0, length - step) for length in lengths) for step in range(steps)]
+
+
+@dataclass
+class Targets:
+    """What the expert says at the tokens that root rows pair with: ``L_{t+1}`` for the M real roots, in row-major
+    order.
+
+    Step ``i`` of a root learns the entry ``i`` places further (roots of one answer are consecutive).
+    """
+
+    probs: Float[Tensor, "entry draft"]
+    """softmax(L[t2d]): the expert renormalised on the draft vocabulary."""
+    inside: Bool[Tensor, " entry"]
+    """Is the expert's argmax over its whole vocabulary a draft id?"""
+    mass: Float[Tensor, " entry"]
+    """Probability that the expert gives to the draft vocabulary as a whole."""
+
+
+@torch.no_grad()
+def expert_targets(
+    output_layer,
+    hidden: Float[Tensor, "batch position hidden"],
+    alignment: Alignment,
+    target_ids: Int[Tensor, " draft"],
+) -> Targets:
+    """Expert rows at the drafted tokens, a chunk of positions at a time: T x V logits never exist at once.
+
+    Args:
+        output_layer: hidden states to logits over the real ids.
+        hidden: the expert's last hidden states (after its final norm).
+        target_ids: expert id of each draft id.
+    """
+    places = alignment.rows + 1
+    wanted = hidden.gather(1, places.clamp_max(hidden.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
+    wanted = wanted[alignment.trained(0)]
+    probs, inside, mass = [], [], []
+    chunk = max(1, LOGIT_BUDGET // int(target_ids[-1] + 1))
+    for part in wanted.split(chunk):
+        logits = output_layer(part)
+        draft = logits[:, target_ids]
+        probs.append(torch.softmax(draft, dim=-1))
+        inside.append(draft.max(dim=-1).values == logits.max(dim=-1).values)
+        mass.append((draft.logsumexp(-1) - logits.logsumexp(-1)).exp())
+    return Targets(torch.cat(probs), torch.cat(inside), torch.cat(mass))
+
+
+def row_sums(
+    logits: Float[Tensor, "entry draft"],
+    probs: Float[Tensor, "entry draft"],
+    inside: Bool[Tensor, " entry"],
+    mass: Float[Tensor, " entry"],
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
+    """Summed loss, correct rows and acceptance over some rows of one step.
+
+    Rows whose expert argmax lies outside the draft vocabulary give no loss and count as wrong; acceptance is
+    sum min(p, e) with the expert's p over its whole vocabulary.
+    """
+    probs = probs.to(logits.dtype)
+    loss = torch.where(inside, F.cross_entropy(logits, probs, reduction="none"), 0.0).sum()
+    with torch.no_grad():
+        correct = (inside & (logits.argmax(-1) == probs.argmax(-1))).sum().to(logits.dtype)
+        accepted = torch.minimum(probs * mass[:, None].to(logits.dtype), logits.softmax(-1)).sum()
+    return loss, correct, accepted
+
+
+class Unroll(nn.Module):
+    """The trained module: a head and its training-time test, as one forward.
+
+    Args:
+        head: the Eagle3Head.
+        steps: unroll depth.
+        decay: weight of step i is decay ** i (EAGLE3: .8).
+    """
+
+    def __init__(self, head: nn.Module, steps: int, decay: float = 0.8):
+        super().__init__()
+        self.head = head
+        self.steps = steps
+        self.decay = decay
+
+    def forward(
+        self,
+        features: Float[Tensor, "batch position features"],
+        embeds: Float[Tensor, "batch position hidden"],
+        alignment: Alignment,
+        targets: Targets,
+        denominators: list[float],
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "step 4"]]:
+        """One micro-batch's share of the optimiser step's loss, and the sums behind the metrics.
+
+        Args:
+            embeds: embedded ``x_{t+1}`` at every ``t``.
+            denominators: per step, what the summed loss of the *whole* optimiser step is divided by.
+        Returns:
+            ``sum_i decay**i * sum of losses of step i / denominators[i]``, and :data:`METRICS` per step as sums.
+        """
+
+        def truth(step: int, _state: Tensor) -> Tensor:
+            places = (alignment.rows + step).clamp_max(embeds.shape[1] - 1)
+            return embeds.gather(1, places[..., None].expand(-1, -1, embeds.shape[-1]))
+
+        real = alignment.trained(0)
+        entry = torch.cumsum(real.flatten(), 0).view_as(real) - 1
+        total, sums = 0.0, []
+        for step, state in enumerate(self.head.unroll(features, embeds, alignment.rows, self.steps, truth)):
+            trained = alignment.trained(step)
+            loss, correct, accepted = self._step(state[trained], entry[trained] + step, targets)
+            total = total + self.decay**step * loss / max(denominators[step], 1)
+            rows = trained.sum().to(loss.dtype)
+            sums.append(torch.stack([loss.detach(), correct, accepted, rows]))
+        return total, torch.stack(sums)
+
+    def _step(self, states: Tensor, entries: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+        """:func:`row_sums` in chunks; the logits of a chunk are made again in the backward pass."""
+        chunk = max(1, LOGIT_BUDGET // targets.probs.shape[1])
+        if states.shape[0] <= chunk:
+            return self._chunk(states, entries, targets)
+        parts = []
+        for some, where in zip(states.split(chunk), entries.split(chunk), strict=True):
+            # partitioned parameters (ZeRO 3) have another shape outside the pass, which the default check takes for an
+            # error
+            parts.append(checkpoint(self._chunk, some, where, targets, use_reentrant=False, determinism_check="none"))
+        return tuple(torch.stack(column).sum(0) for column in zip(*parts, strict=True))
+
+    def _chunk(self, states: Tensor, entries: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+        return row_sums(
+            self.head.logits(states), targets.probs[entries], targets.inside[entries], targets.mass[entries]
+        )
