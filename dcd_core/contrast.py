@@ -147,7 +147,7 @@ def log_z(
 def contrast_signal(
     expert: Float[Tensor, "*batch vocab"], amateur: Float[Tensor, "*batch vocab"], target: Target
 ) -> Float[Tensor, "*batch"]:
-    """The paper's signal |log p(x*) - log q(x*)| in nats at x* = argmax pi_CD; not multiplied by alpha [DCD, Fig. 2]."""
+    """The paper's signal |log p(x*) - log q(x*)| in nats at x* = argmax pi_CD, not times alpha [DCD, Fig. 2]."""
     best = choices([expert, amateur], target)[..., None]
     log_p, log_q = expert.log_softmax(-1), floored(amateur.log_softmax(-1))
     return (log_p.gather(-1, best) - log_q.gather(-1, best)).squeeze(-1).abs()

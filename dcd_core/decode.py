@@ -1,13 +1,13 @@
 """The decoding loop: one loop for every method, batched, from prompts to round records.
 
 A *scorer* is a model whose rows enter the target, with its own prefix and cache. The loop holds a list of them, expert
-first; :class:`dcd_core.contrast.Target` holds their weights and temperatures in the same order. One scorer and no drafter is
-the plain expert, two and no drafter is vanilla contrastive decoding, and a drafter makes either speculative.
+first; :class:`dcd_core.contrast.Target` holds their weights and temperatures in the same order. One scorer and no
+drafter is the plain expert, two and no drafter is vanilla contrastive decoding; a drafter makes either speculative.
 
 A round: the drafter proposes after each row's root (the last emitted token); every scorer runs once over root and
 drafts; the verifier emits at least one token a row. The round's result comes to the host in one copy. Accounting: the
-token from the prefill belongs to no round, a round with an empty draft counts with 0 drafts, drafts after a stop token or
-past max_new_tokens are not accepted, so tokens = 1 + the sum of emitted.
+token from the prefill belongs to no round, a round with an empty draft counts with 0 drafts, drafts after a stop token
+or past max_new_tokens are not accepted, so tokens = 1 + the sum of emitted.
 """
 
 from __future__ import annotations
@@ -280,6 +280,7 @@ class Batch:
         self._refuse_bad([row[1] for row in host])
         accepted = [row[3] for row in host]
         self.late_bad, late = None, [False] * len(host)
+        clock.lap("rest")
         if width == draft.nodes:
             late = self._finish_late(draft, rows[0], verdict, accepted, noise)
             clock.lap("amateur")
@@ -325,8 +326,8 @@ class Batch:
 
     def _account(self, host: list[list[int]], late: list[bool], clock: Clock) -> list[tuple[Generation, list[int]]]:
         """Turn the round's copy [root, bad, drafted, accepted, tokens ...] into tokens and a record per row."""
+        clock.lap("rest")
         seconds = clock.laps
-        rest = clock.total() - sum(seconds.values())
         news = []
         for index, (generation, row) in enumerate(zip(self.active, host, strict=True)):
             known = self._append(generation, [row[0]]) if self.late[index] else []
@@ -341,7 +342,7 @@ class Batch:
                         draft_s=seconds["draft"],
                         expert_s=seconds["expert"],
                         amateur_s=seconds["amateur"],
-                        rest_s=rest,
+                        rest_s=seconds["rest"],
                     )
                 )
                 known = known + fresh
@@ -393,7 +394,7 @@ class Clock:
 
     def __init__(self, device: torch.device, synchronise: bool):
         self.synchronise = synchronise and device.type == "cuda"
-        self.laps = {"draft": 0.0, "expert": 0.0, "amateur": 0.0}
+        self.laps = {"draft": 0.0, "expert": 0.0, "amateur": 0.0, "rest": 0.0}
         self.start = self.last = self._now()
 
     def _now(self) -> float:

@@ -1,8 +1,8 @@
 """Accepted length of a greedy EAGLE3 chain from a stored rollout, without a pass of expert or amateur.
 
 At temperature 0 every lossless method emits the target's own tokens, so a drafter's rounds follow exactly from one
-rollout with stored expert features: unroll the head at all positions in parallel on its *own* tokens, count how many drafts
-agree with the rollout, and walk the rounds. A test holds this equal to the decoding loop, round by round.
+rollout with stored expert features: unroll the head at all positions in parallel on its *own* tokens, count how many
+drafts agree with the rollout, and walk the rounds. A test holds this equal to the decoding loop, round by round.
 """
 
 from __future__ import annotations

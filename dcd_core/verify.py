@@ -3,8 +3,8 @@
 :func:`verify` is a pure, batched function (target rows, draft, uniforms) -> tokens, with a fixed layout of randomness:
 one uniform per visited child, one inverse-CDF draw at the end. One statement covers every rule: a child x drawn from
 e_x (a point mass for a deterministic draft) is accepted with probability min(1, current(x) / e_x(x)); otherwise
-current becomes normalise((current - e_x)+) and the next sibling is visited; when none is left, the round ends with a draw
-from current [Leviathan et al. 2023; Chen et al. 2023]. Every emitted token is then distributed as the target.
+current becomes normalise((current - e_x)+) and the next sibling is visited; when none is left, the round ends with a
+draw from current [Leviathan et al. 2023; Chen et al. 2023]. Every emitted token is then distributed as the target.
 """
 
 from __future__ import annotations
