@@ -17,7 +17,8 @@ KINDS = ("smol", "llama3", "qwen3")
 WORDS = [f"w{index}" for index in range(VOCAB - 8)]
 SPECIALS = ["<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", "\n"]
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|> ' + message['role'] + ' \n ' + message['content'] + ' <|im_end|> \n ' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|> ' + message['role'] + ' \n ' + message['content'] + ' <|im_end|> \n ' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|> assistant \n ' }}{% endif %}"
 )
 
