@@ -1,0 +1,130 @@
+"""Methods take turns on one prompt after another; each answer is kept with its rounds and what it agrees with."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+from dcd_core.contrast import Target
+from dcd_core.decode import Assembled, Prompt, Settings, decode
+from dcd_core.files import content_hash
+from dcd_core.methods import METHODS
+from dcd_core.models import Pair
+from dcd_core.progress import progress
+from diagnostics.agreement import compare
+from diagnostics.parts import Parts
+from diagnostics.round_summary import BASELINE, run_name
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method at one contrast strength (None where the method never looks at the contrast)."""
+
+    method: str
+    alpha: float | None
+
+    def target(self, temperature: float) -> Target:
+        return Target(alpha=self.alpha or 0.0, temperature=temperature)
+
+
+def arms(methods: list[str], alphas: list[float]) -> list[Arm]:
+    """Every method at every alpha; methods without contrast once."""
+    free = [Arm(method, None) for method in methods if not METHODS[method].contrast]
+    return free + [Arm(method, alpha) for alpha in alphas for method in methods if METHODS[method].contrast]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Who answers and how.
+
+    Args:
+        settings: everything but the target; timed.
+        judged: compare every answer with the reference method's, token by token.
+    """
+
+    methods: dict[str, Assembled]
+    arms: list[Arm]
+    pair: Pair
+    settings: Settings
+    temperature: float
+    repeats: int
+    judged: bool
+
+    def answer(self, arm: Arm, prompt: Prompt, repeat: int = 0) -> dict:
+        """One answer as a JSON-able dict: method, alpha, run, ids, rounds, seconds of prefill."""
+        settings = replace(self.settings, target=arm.target(self.temperature))
+        (made,) = decode(self.methods[arm.method], [replace(prompt, sample=repeat)], settings)
+        return {
+            "method": arm.method,
+            "alpha": arm.alpha,
+            "run": run_name(arm.alpha, repeat),
+            "prompt_id": prompt.id,
+            "sample": repeat,
+            "ids": made.ids,
+            "finish": made.finish,
+            "prefill_s": made.prefill_s,
+            "rounds": [asdict(made_round) for made_round in made.rounds],
+        }
+
+    def turns(self, prompt: Prompt, offset: int) -> list[dict]:
+        """The answers of every arm to one prompt, `repeats` times; the order rotates with `offset`."""
+        found = []
+        for repeat in range(self.repeats):
+            shift = (offset + repeat) % len(self.arms)  # so that no method always follows the same other one
+            found += [self.answer(arm, prompt, repeat) for arm in self.arms[shift:] + self.arms[:shift]]
+        return [self.compared(made, found, prompt) for made in found] if self.judged else found
+
+    def compared(self, made: dict, others: list[dict], prompt: Prompt) -> dict:
+        """The answer with its divergence from the reference: `cd` at its alpha, `ar` for methods without contrast."""
+        reference = "ar" if made["alpha"] is None else BASELINE
+        expected = next((o for o in others if o["method"] == reference and o["run"] == made["run"]), None)
+        if expected is None or expected is made:
+            return made
+        target = Arm(made["method"], made["alpha"]).target(self.temperature)
+        models = [self.pair.expert] if made["alpha"] is None else [self.pair.expert, self.pair.amateur]
+        seed = None if self.temperature == 0 else self.settings.seed
+        keyed = replace(prompt, sample=made["sample"])
+        difference = compare(models, target, keyed, expected["ids"], made["ids"], seed)
+        return made | {"reference": reference, "divergence": asdict(difference) if difference else None}
+
+
+def run_contest(contest: Contest, prompts: list[Prompt], warmup: int, parts: Parts) -> Iterator[dict]:
+    """All answers, prompt by prompt; prompts answered before a stop are taken as they are."""
+    todo = [prompt for prompt in prompts if parts.get(_name(prompt)) is None]
+    for prompt in todo[:warmup]:
+        contest.turns(prompt, 0)
+    for index, prompt in enumerate(progress(prompts, len(prompts), "benchmark", "prompts")):
+        found = parts.get(_name(prompt))
+        if found is None:
+            found = contest.turns(prompt, index)
+            parts.put(_name(prompt), found)
+        yield from found
+
+
+def round_columns(answers: list[dict]) -> dict[str, list]:
+    """Columns of a rounds table."""
+    rows = []
+    for made in answers:
+        named = {name: made[name] for name in ("run", "method", "prompt_id", "sample")}
+        rows += [named | {"round": index} | one for index, one in enumerate(made["rounds"])]
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+
+
+def agreement_counts(answers: list[dict], is_tie: Callable[[dict], bool]) -> list[dict]:
+    """Per method and alpha: answers equal to the reference's, those that part at a near-tie, and the others."""
+    found: dict[tuple, dict] = {}
+    for made in answers:
+        if "reference" not in made:
+            continue
+        key = made["method"], made["alpha"]
+        empty = {"method": key[0], "alpha": key[1], "reference": made["reference"]}
+        entry = found.setdefault(key, empty | {"equal": 0, "near_ties": 0, "different": 0, "divergences": []})
+        difference = made["divergence"]
+        if difference is None:
+            entry["equal"] += 1
+        else:
+            entry["near_ties" if is_tie(difference) else "different"] += 1
+            entry["divergences"].append(difference)
+    return list(found.values())
+
+
+def _name(prompt: Prompt) -> str:
+    return f"prompt-{content_hash([prompt.id, prompt.ids])[:16]}"

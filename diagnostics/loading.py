@@ -1,0 +1,90 @@
+"""What every measurement starts from: prompts rendered to ids, the pair, and the head with its tapped layers."""
+
+import json
+from pathlib import Path
+
+from data_prep.chat_template import load_chat_tokenizer, render_ids, stop_ids
+from dcd_core.decode import Prompt
+from dcd_core.errors import UserError
+from dcd_core.files import file_hash
+from dcd_core.heads.checkpoint import load_head, load_head_config
+from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.models import Pair, load_pair
+
+
+def load_models(expert: str, amateur: str, head: str, dtype: str, device: str) -> tuple[Pair, Eagle3Head | None]:
+    """The pair, and the head if one is named; the head's config says which layers of the expert are tapped."""
+    taps = load_head_config(head).feature_layers if head else None
+    pair = load_pair(expert, amateur or None, dtype, device, feature_layers=taps)
+    return pair, _head_for(pair, head) if head else None
+
+
+def _head_for(pair: Pair, folder: str) -> Eagle3Head:
+    head = load_head(folder, pair.expert)
+    largest = int(head.target_ids[-1])
+    if largest >= pair.expert.vocab:
+        raise UserError(
+            f"{folder} drafts id {largest}, but the pair shares only {pair.expert.vocab} real ids; the head's draft "
+            "vocabulary reaches into the padding, so it was made for another pair"
+        )
+    return head
+
+
+def read_prompts(path: str, expert: str, limit: int = 0, **template_arguments) -> tuple[list[Prompt], tuple[int, ...]]:
+    """Prompts of a conversation file (JSONL {id, messages}) as ids, and the ids that end an answer.
+
+    A prompt is the conversation up to its last user message, with the generation prompt of the expert's chat template.
+    `limit` 0 takes all. Raises UserError for a missing or empty file, a bad line, or an id that occurs twice (answers
+    are paired by id).
+    """
+    tokenizer = load_chat_tokenizer(expert)
+    prompts: dict[str, Prompt] = {}
+    for number, line in enumerate(_lines(path), start=1):
+        if limit and len(prompts) == limit:
+            break
+        where = f"{path}, line {number}"
+        messages, name = _conversation(line, where)
+        if name in prompts:
+            raise UserError(f"{where}: the id '{name}' occurs twice; answers are paired by id, so give each its own")
+        prompts[name] = Prompt(name, render_ids(tokenizer, messages, True, **template_arguments))
+    if not prompts:
+        raise UserError(f'{path} holds no prompt; it needs lines such as {{"id": "1", "messages": [...]}}')
+    return list(prompts.values()), stop_ids(tokenizer, expert)
+
+
+def short_name(path: str) -> str:
+    """Last part of a folder or hub id: what the report calls a model."""
+    return Path(path.rstrip("/")).name if path else "none"
+
+
+def inputs_key(prompts: str, *folders: str) -> dict[str, str]:
+    """What a partial result is keyed by: hashes of the prompt file and of local models' configs, sizes of their weights."""
+    key = {"prompts": file_hash(prompts)}
+    for folder in folders:
+        config = Path(folder) / "config.json"
+        if folder and config.is_file():
+            weights = Path(folder) / "model.safetensors"
+            size = str(weights.stat().st_size) if weights.is_file() else ""
+            key[folder] = file_hash(config) + size
+    return key
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"cannot read the prompts in {path}: {getattr(problem, 'strerror', None) or problem}") from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _conversation(line: str, where: str) -> tuple[list[dict], str]:
+    try:
+        record = json.loads(line)
+        name, messages = str(record["id"]), record["messages"]
+        last = max(index for index, message in enumerate(messages) if message["role"] == "user")
+    except (ValueError, KeyError, TypeError) as problem:
+        raise UserError(
+            f"{where} is not a prompt ({type(problem).__name__}: {problem}); expected "
+            "{id, messages: [{role, content}]} with a user message"
+        ) from None
+    return messages[: last + 1], name

@@ -1,0 +1,47 @@
+"""Finished pieces of long work, one JSON file each, so that a stopped measurement goes on where it was.
+
+Every piece carries the key of the settings and inputs that made it; pieces of other settings are refused, never mixed.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from dcd_core.errors import UserError
+from dcd_core.files import content_hash, write_json_atomic
+
+
+class Parts:
+    """The pieces in `folder`/parts. `settings` is any JSON-able value that decides the results."""
+
+    def __init__(self, folder: str | Path, settings, overwrite: bool = False):
+        self.folder = Path(folder) / "parts"
+        self.key = content_hash(settings)
+        if overwrite:
+            self.remove()
+        for path in self.folder.glob("*.json"):
+            if self._read(path)["key"] != self.key:
+                raise UserError(
+                    f"{self.folder} holds unfinished work with other settings or inputs; give --overwrite to start "
+                    "again, or another --output"
+                )
+
+    def get(self, name: str):
+        """What `put` stored under this name, or None."""
+        path = self.folder / f"{name}.json"
+        return self._read(path)["value"] if path.is_file() else None
+
+    def put(self, name: str, value) -> None:
+        """Store one piece atomically. Raises UserError if a number in it is not finite."""
+        write_json_atomic(self.folder / f"{name}.json", {"key": self.key, "value": value})
+
+    def remove(self) -> None:
+        """Delete all pieces, once the whole is written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self, path: Path) -> dict:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return {"key": found["key"], "value": found["value"]}
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path} is damaged; delete it, and the same command makes it again") from None

@@ -1,0 +1,97 @@
+"""From a rounds table to speeds, accepted lengths and acceptance by draft position. Pure functions, no torch.
+
+Speeds are ratios of sums (tokens over seconds of all rounds). The token that prefill gives and the seconds of prefill
+belong to no round and are left out on both sides of every comparison.
+"""
+
+import re
+
+import numpy as np
+import pandas as pd
+
+from dcd_core.errors import UserError
+from diagnostics.resampling import RESAMPLES, Interval, paired_ratio, ratio_of_sums
+
+BASELINE = "cd"
+ANY = "any"
+SECONDS = ("draft_s", "expert_s", "amateur_s", "rest_s")
+_RUN = re.compile(r"alpha=(\S+) repeat=(\d+)")
+
+
+def run_name(alpha: float | None, repeat: int) -> str:
+    """Name of a run in the table; alpha is None for methods that do not depend on it."""
+    return f"alpha={ANY if alpha is None else f'{alpha:g}'} repeat={repeat}"
+
+
+def alphas_of(rows: pd.DataFrame) -> pd.Series:
+    """The alpha of each row as text, "any" for methods without one. Raises UserError for a name that is not ours."""
+    found = rows["run"].str.extract(_RUN.pattern)[0]
+    if found.isna().any():
+        raise UserError(f"run '{rows['run'][found.isna()].iloc[0]}' is not named 'alpha=<number or any> repeat=<n>'")
+    return found
+
+
+def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> list[dict]:
+    """One JSON-able entry per alpha and method, in order of first appearance, with 95% intervals over prompts.
+
+    `speedup` is tokens/s over `cd` at the same alpha on the same prompts (over `cd` of all alphas pooled for methods
+    without an alpha), and absent when there is no such `cd` run. Times are in milliseconds: `draft_step_ms` per drafted
+    token, the others per round.
+    """
+    rows = rows.assign(alpha=alphas_of(rows), seconds=rows[list(SECONDS)].sum(axis=1))
+    baseline = rows[rows["method"] == BASELINE]
+    found = []
+    for (alpha, method), part in rows.groupby(["alpha", "method"], sort=False):
+        entry = {"alpha": alpha, "method": method} | _counts(part, resamples, seed)
+        against = baseline if alpha == ANY else baseline[baseline["alpha"] == alpha]
+        if len(against):
+            arms = _same_prompts(part, against)
+            entry["speedup"] = paired_ratio(*arms, resamples=resamples, seed=seed).as_dict()
+        found.append(entry)
+    return found
+
+
+def _same_prompts(*arms: pd.DataFrame) -> list[tuple[list, list, list]]:
+    """(prompt ids, tokens, seconds) per arm; an answer that ended with the prefill has no rounds and counts 0."""
+    everyone = sorted(set().union(*(arm["prompt_id"] for arm in arms)))
+    found = []
+    for arm in arms:
+        sums = arm.groupby("prompt_id")[["emitted", "seconds"]].sum().reindex(everyone, fill_value=0)
+        found.append((everyone, sums["emitted"].tolist(), sums["seconds"].tolist()))
+    return found
+
+
+def _counts(part: pd.DataFrame, resamples: int, seed: int) -> dict:
+    options = {"resamples": resamples, "seed": seed}
+    prompts, rounds, drafted = part["prompt_id"], len(part), int(part["drafted"].sum())
+    speed = ratio_of_sums(prompts, part["emitted"], part["seconds"], **options)
+    accepted = ratio_of_sums(prompts, part["accepted"], np.ones(rounds), **options)
+    emitted = ratio_of_sums(prompts, part["emitted"], np.ones(rounds), **options)
+    return {
+        "prompts": int(prompts.nunique()),
+        "answers": int(part[["run", "prompt_id", "sample"]].drop_duplicates().shape[0]),
+        "rounds": rounds,
+        "drafted_per_round": drafted / rounds,
+        "tokens": int(part["emitted"].sum()),
+        "tokens_per_second": speed.as_dict(),
+        "accepted_length": accepted.as_dict(),
+        "tokens_per_round": emitted.as_dict(),
+        "acceptance_by_position": [interval.as_dict() for interval in acceptance_by_position(part, resamples, seed)],
+        "draft_step_ms": 1000 * part["draft_s"].sum() / drafted if drafted else 0.0,
+        "draft_ms": 1000 * part["draft_s"].mean(),
+        "expert_ms": 1000 * part["expert_s"].mean(),
+        "amateur_ms": 1000 * part["amateur_s"].mean(),
+        "rest_ms": 1000 * part["rest_s"].mean(),
+    }
+
+
+def acceptance_by_position(part: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> list[Interval]:
+    """Share of drafts accepted at draft position 1, 2, ..., among rounds whose earlier drafts were all accepted."""
+    found = []
+    for position in range(1, int(part["drafted"].max()) + 1):
+        reached = part[(part["drafted"] >= position) & (part["accepted"] >= position - 1)]
+        if reached.empty:
+            break
+        passed = reached["accepted"] >= position
+        found.append(ratio_of_sums(reached["prompt_id"], passed, np.ones(len(reached)), resamples=resamples, seed=seed))
+    return found
