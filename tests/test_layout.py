@@ -89,3 +89,9 @@ def test_an_entry_script_runs_from_any_folder(path, tmp_path):
     done = subprocess.run([sys.executable, str(path), "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--config" in done.stdout and done.stdout.count("\n") > 10
+
+
+def test_the_report_needs_no_torch():
+    """It is drawn from files, also on machines without torch."""
+    code = "import sys; sys.modules['torch'] = None; import diagnostics.report"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

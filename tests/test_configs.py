@@ -1,0 +1,107 @@
+"""Every file in configs/ is read by the script it is for, so that none of them rots."""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from test_layout import ENTRIES, name
+
+from data_prep.pipeline import ROOT, Stage, fill, load_pipeline
+from dcd_core.config import parse_config
+
+CONFIGS = ROOT / "configs"
+# settings that a file leaves to the command line
+GIVEN = {
+    "diagnostics.benchmark": ["--expert", "e", "--prompts", "p", "--output", "o"],
+    "diagnostics.signal_error": [f"--{flag}=x" for flag in ("expert", "amateur", "head", "prompts", "output")],
+    "train.eagle3": ["--expert", "e", "--train_tokens", "t", "--output", "o"],
+    "train.amateur": ["--expert", "e", "--train_tokens", "t", "--output", "o"],
+}
+# folder, or folder and the beginning of the file's name -> the scripts that read it
+READERS = {
+    "pairs/": ["diagnostics.benchmark", "diagnostics.signal_error"],
+    "benchmark/": ["diagnostics.benchmark"],
+    "signal_error/": ["diagnostics.signal_error"],
+    "train/eagle3_": ["train.eagle3"],
+    "train/amateur_": ["train.amateur"],
+}
+# what flags set: in a DeepSpeed file it would win over them in silence
+SET_BY_FLAGS = {
+    "optimizer",
+    "scheduler",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+}
+
+
+def settings(module: str) -> type:
+    """The settings class of an entry script."""
+    return importlib.import_module(module).Config
+
+
+def readers(path: Path) -> list[str]:
+    """The scripts that a YAML file is for."""
+    place = path.relative_to(CONFIGS).as_posix()
+    found = [modules for beginning, modules in READERS.items() if place.startswith(beginning)]
+    assert len(found) == 1, f"say in READERS which script reads configs/{place}"
+    return found[0]
+
+
+FILES = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.name != "demo.yaml"]
+CASES = [(path, module) for path in FILES for module in readers(path)]
+
+
+@pytest.mark.parametrize("path, module", CASES, ids=[f"{path.stem}-{module}" for path, module in CASES])
+def test_a_settings_file_is_read_by_its_script(path, module):
+    without = parse_config(settings(module), GIVEN[module])
+    given = parse_config(settings(module), ["--config", str(path), *GIVEN[module]])
+    assert given != without or path.parent.name in ("benchmark", "signal_error"), f"{path} changes nothing"
+
+
+def test_pair_and_protocol_combine():
+    files = ["--config", str(CONFIGS / "pairs/llama3.yaml"), "--config", str(CONFIGS / "benchmark/paper.yaml")]
+    both = parse_config(settings("diagnostics.benchmark"), [*files, "--prompts", "p", "--output", "o"])
+    assert (both.expert, both.max_new_tokens) == ("meta-llama/Llama-3.1-8B-Instruct", 256)
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "deepspeed").glob("*.json")), ids=lambda path: path.stem)
+def test_deepspeed_files_hold_memory_and_precision_only(path):
+    assert not set(json.loads(path.read_text())) & SET_BY_FLAGS
+
+
+DEMO = load_pipeline(str(CONFIGS / "demo.yaml"))
+
+
+@pytest.mark.parametrize("stage", DEMO.stages, ids=lambda stage: stage.name)
+def test_a_demo_stage_calls_its_script_with_flags_that_exist(stage: Stage):
+    command = [fill(part, DEMO.variables) for part in stage.command]
+    script = next(part for part in command if part.endswith(".py"))
+    assert (ROOT / script).is_file()
+    assert script in stage.inputs, "a changed script must redo its stage"
+    flags = command[command.index(script) + 1 :]
+    parse_config(settings(name(ROOT / script)), [part.replace("configs/", f"{CONFIGS}/") for part in flags])
+
+
+def test_a_demo_stage_reads_what_is_there_or_made_before():
+    made = set()
+    for stage in DEMO.stages:
+        for text in stage.inputs:
+            there = "{run}" not in text and any(ROOT.glob(fill(text, DEMO.variables)))
+            earlier = any(text == output or text.startswith((f"{output}/", output.rstrip("*"))) for output in made)
+            assert there or earlier, f"stage {stage.name}: nothing makes {text}"
+        made |= set(stage.outputs)
+
+
+def test_the_demo_keeps_its_budget():
+    install_s = 120
+    assert sum(stage.budget_s for stage in DEMO.stages) + install_s <= 30 * 60
+
+
+@pytest.mark.parametrize("path", ENTRIES, ids=name)
+def test_every_setting_is_explained(path):
+    for field in dataclasses.fields(settings(name(path))):
+        assert field.metadata.get("help"), f"--{field.name} of {path} has no help text"
