@@ -55,6 +55,31 @@ def stop_ids(tokenizer, model: str | Path) -> tuple[int, ...]:
     return tuple(sorted(int(index) for index in ids))
 
 
+class Chat:
+    """One model's way to write conversations: tokenizer, template arguments, end-of-turn ids (`stops`), `hash`, and the
+    `control` tokens that no message may spell out. Raises UserError where the functions it is made of do."""
+
+    def __init__(self, model: str, arguments: dict | None = None):
+        self.arguments = arguments or {}
+        self.tokenizer = load_chat_tokenizer(model)
+        self.stops = stop_ids(self.tokenizer, model)
+        self.hash = tokenizer_hash(self.tokenizer)
+        self.control = control_tokens(self.tokenizer, self.stops, **self.arguments)
+
+    def text(self, messages: Messages, generation_prompt: bool = False) -> str:
+        """See `render`."""
+        return render(self.tokenizer, messages, generation_prompt, **self.arguments)
+
+    def ids(self, messages: Messages, generation_prompt: bool = False) -> list[int]:
+        """See `render_ids`."""
+        return render_ids(self.tokenizer, messages, generation_prompt, **self.arguments)
+
+    def spelled_out(self, messages: Messages) -> str | None:
+        """The first control token that a message's text contains."""
+        found = (token for message in messages for token in self.control if token in message["content"])
+        return next(found, None)
+
+
 def template_arguments(text: str) -> dict:
     """The value of --template_args, a JSON object such as {"enable_thinking": false}; empty text means none."""
     try:

@@ -21,15 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.chat_template import (
-    TemplateError,
-    control_tokens,
-    load_chat_tokenizer,
-    render_ids,
-    stop_ids,
-    template_arguments,
-    tokenizer_hash,
-)
+from data_prep.chat_template import Chat, TemplateError, template_arguments
 from data_prep.messages import Skip, read_conversations
 from data_prep.token_files import Sample, write_tokens
 from dcd_core.config import parse_config, run_entry
@@ -57,15 +49,15 @@ class Config:
 
 def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
-    ids_of = IdsOf(config.expert, template_arguments(config.template_args))
+    chat = Chat(config.expert, template_arguments(config.template_args))
     counts = Counter()
-    samples = list(limited(all_samples(config, ids_of, counts), config.limit_tokens))
+    samples = list(limited(all_samples(config, chat, counts), config.limit_tokens))
     if not samples:
         reasons = ", ".join(f"{number} x {reason}" for reason, number in counts.most_common(3)) or "no records"
         raise UserError(f"no conversation gives a sample, so every loss mask would be all zeros ({reasons})")
     metadata = {
-        "tokenizer_hash": ids_of.hash,
-        "stop_ids": list(ids_of.stops),
+        "tokenizer_hash": chat.hash,
+        "stop_ids": list(chat.stops),
         "max_length": config.max_length,
         "sources": {Path(path).name: file_hash(path) for path in config.conversations},
         "samples": len(samples),
@@ -82,13 +74,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def all_samples(config: Config, ids_of: "IdsOf", counts: Counter) -> Iterator[Sample]:
+def all_samples(config: Config, chat: Chat, counts: Counter) -> Iterator[Sample]:
     """One sample per usable record, in order; everything else is counted."""
     names = set()
     for path in config.conversations:
         for record in progress(read_conversations(path), label=f"tokenise {path}"):
             try:
-                sample = cut(ids_of(record), config.max_length, counts)
+                sample = cut(to_sample(record, chat), config.max_length, counts)
                 if sample.id in names:
                     raise Skip("skipped: id already there from another file")
             except Skip as reason:
@@ -118,66 +110,57 @@ def cut(sample: Sample, max_length: int, counts: Counter) -> Sample:
     return Sample(sample.id, sample.input_ids[: spans[-1][1]], spans)
 
 
-class IdsOf:
-    """record -> Sample, with the tokenizer of one expert. Raises UserError if that has no chat template."""
+def to_sample(record: dict, chat: Chat) -> Sample:
+    """Ids and answer spans of one record. Raises Skip, or UserError for regenerated ids of another tokenizer."""
+    if "input_ids" in record:
+        return verbatim(record, chat.hash)
+    token = chat.spelled_out(record["messages"])
+    if token:
+        raise Skip(f"skipped: {token} spelled out in a message")
+    try:
+        ids, spans = rendered(record["messages"], chat)
+    except TemplateError as error:
+        raise Skip(f"skipped: the chat template refuses it ({error})") from None
+    if not spans:
+        raise Skip("skipped: no answer in it")
+    return Sample(record["id"], np.array(ids, dtype=np.int32), tuple(spans))
 
-    def __init__(self, expert: str, arguments: dict):
-        self.tokenizer = load_chat_tokenizer(expert)
-        self.arguments = arguments
-        self.stops = stop_ids(self.tokenizer, expert)
-        self.hash = tokenizer_hash(self.tokenizer)
-        self.control = control_tokens(self.tokenizer, self.stops, **arguments)
 
-    def __call__(self, record: dict) -> Sample:
-        """Raises Skip, or UserError for regenerated ids of another tokenizer."""
-        if "input_ids" in record:
-            return self.verbatim(record)
-        for message in record["messages"]:
-            for token in self.control:
-                if token in message["content"]:
-                    raise Skip(f"skipped: {token} spelled out in a message")
-        try:
-            ids, spans = self.rendered(record["messages"])
-        except TemplateError as error:
-            raise Skip(f"skipped: the chat template refuses it ({error})") from None
-        if not spans:
-            raise Skip("skipped: no answer in it")
-        return Sample(record["id"], np.array(ids, dtype=np.int32), tuple(spans))
+def verbatim(record: dict, tokenizer_hash: str) -> Sample:
+    """The ids that were really used. Samples after the first get a name of their own."""
+    if record.get("tokenizer") != tokenizer_hash:
+        raise UserError(
+            f"record '{record['id']}' was regenerated with another tokenizer than --expert's: "
+            "give the expert that wrote the answers"
+        )
+    if not record["answer_spans"]:
+        raise Skip("skipped: no answer in it")
+    name = f"{record['id']}#{record['sample']}" if record.get("sample") else record["id"]
+    spans = tuple((start, end) for start, end in record["answer_spans"])
+    return Sample(name, np.array(record["input_ids"], dtype=np.int32), spans)
 
-    def verbatim(self, record: dict) -> Sample:
-        """The ids that were really used. Samples after the first get a name of their own."""
-        if record.get("tokenizer") != self.hash:
-            raise UserError(
-                f"record '{record['id']}' was regenerated with another tokenizer than --expert's: "
-                "give the expert that wrote the answers"
-            )
-        if not record["answer_spans"]:
-            raise Skip("skipped: no answer in it")
-        name = f"{record['id']}#{record['sample']}" if record.get("sample") else record["id"]
-        spans = tuple((start, end) for start, end in record["answer_spans"])
-        return Sample(name, np.array(record["input_ids"], dtype=np.int32), spans)
 
-    def rendered(self, messages: list[dict]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids up to the last answer's end, and the spans of the answers."""
-        roles = [message["role"] for message in messages]
-        if any(pair == ("user", "user") for pair in zip(roles, roles[1:], strict=False)):
-            raise Skip("skipped: questions without answers between them")
-        ids: list[int] = []
-        spans = []
-        for place, role in enumerate(roles):
-            if role != "assistant":
-                continue
-            before = render_ids(self.tokenizer, messages[:place], True, **self.arguments)
-            after = render_ids(self.tokenizer, messages[: place + 1], **self.arguments)
-            # the second half: what earlier answers were found in must still be there
-            if after[: len(before)] != before or before[: len(ids)] != ids:
-                raise Skip("skipped: its ids with an answer do not begin with those before it")
-            end = next((at + 1 for at in range(len(before), len(after)) if after[at] in self.stops), None)
-            if end is None:
-                raise Skip("skipped: an answer is rendered without an end-of-turn token")
-            ids = after[:end]
-            spans.append((len(before), end))
-        return ids, spans
+def rendered(messages: list[dict], chat: Chat) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids up to the last answer's end, and the spans of the answers."""
+    roles = [message["role"] for message in messages]
+    if any(pair == ("user", "user") for pair in zip(roles, roles[1:], strict=False)):
+        raise Skip("skipped: questions without answers between them")
+    ids: list[int] = []
+    spans = []
+    for place, role in enumerate(roles):
+        if role != "assistant":
+            continue
+        before = chat.ids(messages[:place], generation_prompt=True)
+        after = chat.ids(messages[: place + 1])
+        # the second half: templates that rewrite earlier answers would move the spans found so far
+        if after[: len(before)] != before or before[: len(ids)] != ids:
+            raise Skip("skipped: its ids with an answer do not begin with those before it")
+        end = next((at + 1 for at in range(len(before), len(after)) if after[at] in chat.stops), None)
+        if end is None:
+            raise Skip("skipped: an answer is rendered without an end-of-turn token")
+        ids = after[:end]
+        spans.append((len(before), end))
+    return ids, spans
 
 
 if __name__ == "__main__":

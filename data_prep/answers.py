@@ -1,0 +1,146 @@
+"""Answering conversations: the ids that a model reads and writes, turn after turn, are kept as they were.
+
+Decoding an answer to text and encoding it again changes some ids, so the next prompt is never made from text: it is the
+ids so far, verbatim, and the ids of what the template puts between an answer and the next one.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from data_prep.chat_template import Chat, Messages, TemplateError
+from data_prep.messages import Skip
+from dcd_core.decode import Generation, Prompt
+
+# Stands for every answer when rendered texts are compared; a text that no template trims or rewrites.
+PLACEHOLDER = "ANSWER"
+
+
+@dataclass
+class Work:
+    """One conversation, one sample of it, while it is being answered. `ids` is the next prompt while `open`."""
+
+    record: dict
+    sample: int
+    ids: list[int]
+    messages: Messages
+    questions: list[dict]
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    finish: str = ""
+    open: bool = True
+
+    def prompt(self) -> Prompt:
+        """What the model reads now; id and sample key its randomness, so the order of the work does not matter."""
+        turn = f"/turn-{len(self.spans)}" if self.spans else ""
+        return Prompt(id=self.record["id"] + turn, ids=self.ids, sample=self.sample)
+
+    def result(self, chat: Chat) -> dict:
+        """The record to store."""
+        return {
+            "id": self.record["id"],
+            "messages": self.messages,
+            "source": self.record.get("source", ""),
+            "sample": self.sample,
+            "finish": self.finish,
+            "input_ids": self.ids,
+            "answer_spans": [list(span) for span in self.spans],
+            "tokenizer": chat.hash,
+        }
+
+
+def first_prompt(record: dict, chat: Chat, room: int) -> tuple[list[int], Messages, list[dict]]:
+    """(ids, messages before the first answer, later questions). `room`: longest prompt in tokens. Raises Skip."""
+    asked = [message for message in record["messages"] if message["role"] != "assistant"]
+    token = chat.spelled_out(asked)
+    if token:
+        raise Skip(f"{token} spelled out in a message")
+    first = 1 + next(place for place, message in enumerate(asked) if message["role"] == "user")
+    try:
+        ids = chat.ids(asked[:first], generation_prompt=True)
+    except TemplateError as error:
+        raise Skip(f"the chat template refuses it ({error})") from None
+    if len(ids) > room:
+        raise Skip(f"prompt longer than {room} tokens")
+    return ids, asked[:first], asked[first:]
+
+
+def plan(records: list[dict], samples: int, chat: Chat, room: int, batch_size: int, seed: int, skips: Counter):
+    """Batches of Work, the same ones on every run: shuffled by a hash, then similar lengths together.
+
+    Shuffled, so that stopping early leaves a fair sample of the prompts; grouped within eight batches, to waste less.
+    """
+    works = []
+    for record in records:
+        try:
+            ids, messages, questions = first_prompt(record, chat, room)
+        except Skip as reason:
+            skips[str(reason)] += 1
+            continue
+        works += [Work(record, sample, ids, list(messages), list(questions)) for sample in range(samples)]
+    works.sort(key=lambda work: hashlib.sha256(f"{seed}/{work.record['id']}/{work.sample}".encode()).digest())
+    window = 8 * batch_size
+    batches = []
+    for start in range(0, len(works), window):
+        part = sorted(works[start : start + window], key=lambda work: len(work.ids))
+        batches += [part[place : place + batch_size] for place in range(0, len(part), batch_size)]
+    return batches
+
+
+def answer_batch(
+    works: list[Work], answer: Callable[[list[Prompt]], list[Generation]], chat: Chat, room: int, skips: Counter
+) -> list[dict]:
+    """Answer every turn of these conversations; one record each. Turns that cannot be asked are counted in `skips`."""
+    waiting = works
+    while waiting:
+        generations = answer([work.prompt() for work in waiting])
+        for work, generation in zip(waiting, generations, strict=True):
+            try:
+                take(work, generation, chat, room)
+            except Skip as reason:
+                work.open = False
+                skips[f"later turns left out: {reason}"] += 1
+        waiting = [work for work in waiting if work.open]
+    return [work.result(chat) for work in works]
+
+
+def take(work: Work, generation: Generation, chat: Chat, room: int) -> None:
+    """Add an answer, and the next question if there is one. Raises Skip if there is one that cannot be asked."""
+    start = len(work.ids)
+    text_ids = generation.ids[:-1] if generation.finish == "stop" else generation.ids
+    text = chat.tokenizer.decode(text_ids, skip_special_tokens=True)
+    # new lists, never extended in place: samples of one conversation start from the same ids
+    work.ids = work.ids + generation.ids
+    work.spans.append((start, len(work.ids)))
+    work.messages = [*work.messages, {"role": "assistant", "content": text}]
+    work.finish = generation.finish
+    if not work.questions:
+        work.open = False
+        return
+    if generation.finish != "stop":
+        raise Skip("the answer before has no end")
+    question, *rest = work.questions
+    following = work.ids + between(work.messages, question, chat)
+    if len(following) > room:
+        raise Skip(f"prompt longer than {room} tokens")
+    work.ids, work.messages, work.questions = following, [*work.messages, question], rest
+
+
+def between(messages: Messages, question: dict, chat: Chat) -> list[int]:
+    """Ids of what the template writes after an answer's end-of-turn token, up to where the next answer begins.
+
+    `messages` end with that answer. Found by comparing rendered texts, with a placeholder for each answer. Raises Skip
+    when the template does not simply append.
+    """
+    plain = [{**m, "content": PLACEHOLDER} if m["role"] == "assistant" else m for m in messages]
+    try:
+        before = chat.text(plain[:-1], generation_prompt=True) + PLACEHOLDER
+        after = chat.text([*plain, question], generation_prompt=True)
+    except TemplateError as error:
+        raise Skip(f"the chat template refuses the next question ({error})") from None
+    if not after.startswith(before):
+        raise Skip("the chat template rewrites earlier turns")
+    ids = chat.tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]
+    if not ids or ids[0] not in chat.stops:
+        raise Skip("the chat template writes no end-of-turn token after an answer")
+    return ids[1:]
