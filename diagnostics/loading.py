@@ -58,7 +58,7 @@ def short_name(path: str) -> str:
 
 
 def inputs_key(prompts: str, *folders: str) -> dict[str, str]:
-    """What a partial result is keyed by: hashes of the prompt file and of local models' configs, sizes of their weights."""
+    """What a partial result is keyed by: hashes of the prompts and of local models' configs, sizes of their weights."""
     key = {"prompts": file_hash(prompts)}
     for folder in folders:
         config = Path(folder) / "config.json"

@@ -1,5 +1,4 @@
-"""Signal and drafter error at every position of the pair's own text: records, and the shares that the report opens
-with.
+"""Signal and drafter error at every position of the pair's own text: records, and the headline shares.
 
     python diagnostics/signal_error.py --expert EXPERT --amateur AMATEUR --head HEAD \\
         --prompts held_out.jsonl --alphas 0.1 0.5 --output runs/signal
@@ -102,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def result_settings(config: Config) -> dict:
-    """What decides a batch's rows: settings and the contents of the inputs, not where results go or how they are summed."""
+    """What decides a batch's rows: settings and inputs, not where results go or how they are summed."""
     kept = {name: value for name, value in asdict(config).items() if name not in KEY_LEAVES_OUT}
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head)}
 
@@ -149,8 +148,8 @@ def measure_batch(
 def measure_rollout(pair: Pair, head: Eagle3Head, prompt: Prompt, rollout: Generation, alpha: float) -> dict[str, list]:
     """The quantities at answer positions 1, 2, ... of one rollout.
 
-    Symbols of the text x: the token at place s is predicted by row s - 1 of expert and amateur, and drafted by row s - 2
-    of the head, which pairs x_(s-1) with the expert's features at s - 2.
+    Symbols of the text x: the token at place s is predicted by row s - 1 of expert and amateur, and drafted by row
+    s - 2 of the head, which pairs x_(s-1) with the expert's features at s - 2.
     """
     ids = torch.tensor([prompt.ids + rollout.ids], device=pair.expert.device)
     places = torch.arange(len(prompt.ids) + 1, ids.shape[1], device=ids.device)
