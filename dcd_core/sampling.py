@@ -50,7 +50,8 @@ def uniforms(
     index = torch.arange(width, device=keys.device, dtype=torch.int64)
     state = _mix(keys[:, None] + (positions * 8 + stream + 1) * _GOLDEN)
     bits = _mix(state[..., None] + (index + 1) * _GOLDEN)
-    return (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    # 52 bits and a half are exact in fp64; with 53 the largest would round to 1
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def gumbel(
