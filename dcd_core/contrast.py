@@ -55,7 +55,8 @@ class Target:
             raise UserError(f"temperature must be a finite number >= 0, got {self.temperature}")
         if not 0 <= self.cutoff <= 1:
             raise UserError(f"cutoff must lie in [0, 1], got {self.cutoff}")
-        if self.weights is not None and (not all(map(math.isfinite, self.weights)) or self.weights[0] <= 0):
+        weights = self.weights
+        if weights is not None and not (weights and all(map(math.isfinite, weights)) and weights[0] > 0):
             raise UserError(f"weights must be finite and the expert's (the first) positive, got {self.weights}")
         if self.temperatures is not None and not all(math.isfinite(t) and t > 0 for t in self.temperatures):
             raise UserError(f"model temperatures must be finite and > 0, got {self.temperatures}")
@@ -112,7 +113,7 @@ def scores(logits: list[Float[Tensor, "*batch vocab"]], target: Target) -> Float
     combined = expert if weights[0] == 1.0 else expert * weights[0]
     for row, weight in zip(logits[1:], weights[1:], strict=True):
         if weight:
-            combined = torch.add(combined, floored(row), alpha=weight)
+            combined = torch.add(combined, floored(row) if weight < 0 else row, alpha=weight)
     if target.cutoff:
         combined = combined.masked_fill(~plausible(expert, target.cutoff), -math.inf)
     return combined
