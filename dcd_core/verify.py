@@ -75,7 +75,8 @@ def verify(
             a second call with an empty draft (SCD's delayed drafting).
         noise: not needed for integer targets.
     Raises:
-        ValueError: a draft whose rule does not fit the target (a sampled draft at temperature 0), or wrong shapes.
+        ValueError: a draft whose rule does not fit the target (a sampled draft at temperature 0), wrong shapes, or a
+            tree with fewer coins at a depth than it might have siblings (a coin used twice would bias the output).
     """
     rows = target.shape[1]
     if rows not in (draft.nodes, draft.nodes + 1) or rows == 0:
@@ -86,6 +87,8 @@ def verify(
         return _walk_choices(target, draft)
     if draft.rule == "shared_noise":
         return _walk_choices(shared_noise_choices(target, draft, noise.gumbel), draft)
+    if not draft.linear and noise.accept.shape[2] < draft.nodes:
+        raise ValueError(f"a tree of {draft.nodes} nodes needs as many coins a depth, got {noise.accept.shape[2]}")
     return _walk_probabilities(target, draft, noise)
 
 
@@ -149,11 +152,13 @@ def _walk_probabilities(target: Float[Tensor, "batch rows vocab"], draft: Draft,
     missing_last = target.shape[1] == draft.nodes
     path, current = _Path(draft), target[:, 0].exp()
     batch = torch.arange(current.shape[0], device=current.device)
+    coins = noise.accept.shape[1:] if draft.nodes else (1, 1)
     for node in range(draft.nodes):
         token = draft.tokens[:, node]
         visited = draft.valid[:, node] & (draft.parents[:, node] == path.node)
         # unvisited nodes read some coin too, so the index is clamped; their result is not used
-        coin = noise.accept[batch, path.accepted, path.sibling.clamp_max(noise.accept.shape[2] - 1)]
+        depth, sibling = path.accepted.clamp_max(coins[0] - 1), path.sibling.clamp_max(coins[1] - 1)
+        coin = noise.accept[batch, depth, sibling]
         probability = current.gather(1, token[:, None])[:, 0]
         if draft.rule == "sampled":
             proposal = draft.probs[:, node]
