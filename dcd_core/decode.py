@@ -130,8 +130,12 @@ def decode(
     """Answer every prompt, ``max_batch`` rows at a time; results in the order of the prompts.
 
     Raises:
-        UserError: an empty prompt, a prompt longer than the context, or NaN/inf in a model's logits (the prompt named).
+        UserError: a prompt that :func:`check_prompt` refuses, or NaN/inf in a model's logits (the prompt named).
     """
+    if max_batch < 1:
+        raise UserError(f"max_batch must be at least 1, got {max_batch}")
+    for prompt in prompts:  # all of them before the first is answered
+        check_prompt(method.scorers, prompt, settings.max_new_tokens)
     results = []
     for start in range(0, len(prompts), max_batch):
         batch = Batch(method, prompts[start : start + max_batch], settings)
@@ -144,6 +148,25 @@ def decode(
                     if on_finish:
                         on_finish(generation)
     return results
+
+
+def check_prompt(scorers: list[Scorer], prompt: Prompt, max_new_tokens: int) -> None:
+    """Refuse a prompt that cannot be answered.
+
+    Raises:
+        UserError: an empty prompt, one that does not fit a model's context, or an id that is none of the vocabulary.
+    """
+    for scorer in scorers:
+        ids = scorer.prefix_ids(prompt)
+        if not ids:
+            raise UserError(f"prompt {prompt.id!r} is empty; give at least one token")
+        if len(ids) + max_new_tokens > scorer.model.context:
+            raise UserError(
+                f"prompt {prompt.id!r} has {len(ids)} tokens; with {max_new_tokens} new ones it passes the context of "
+                f"{scorer.model.name} ({scorer.model.context})"
+            )
+        if not 0 <= min(ids) <= max(ids) < scorer.model.vocab:
+            raise UserError(f"prompt {prompt.id!r} holds an id outside the vocabulary of {scorer.model.vocab} ids")
 
 
 class Batch:
@@ -159,19 +182,6 @@ class Batch:
         self.rule = resolve_rule(self.drafter, settings)
         self.late = [False] * len(prompts)
         self.late_bad: Bool[Tensor, " batch"] | None = None
-        for prompt in prompts:
-            self._check(prompt)
-
-    def _check(self, prompt: Prompt) -> None:
-        for scorer in self.scorers:
-            length = len(scorer.prefix_ids(prompt))
-            if length == 0:
-                raise UserError(f"prompt {prompt.id!r} is empty; give at least one token")
-            if length + self.settings.max_new_tokens > scorer.model.context:
-                raise UserError(
-                    f"prompt {prompt.id!r} has {length} tokens; with {self.settings.max_new_tokens} new ones it passes "
-                    f"the context of {scorer.model.name} ({scorer.model.context})"
-                )
 
     def run(self) -> Iterator[list[tuple[Generation, list[int]]]]:
         """Yield, for the prefill and after every round, each row that got tokens and these tokens."""
@@ -249,7 +259,8 @@ class Batch:
             return None
         if draft.rule == "shared_noise":
             return Uniforms(gumbel=noise.gumbel(judged.shape[-1]))
-        return Uniforms.keyed(noise.keys, noise.positions)
+        # one coin per sibling; how many siblings a tree has at most is known without looking at device data
+        return Uniforms.keyed(noise.keys, noise.positions, siblings=1 if draft.linear else draft.nodes)
 
     def _round(self) -> list[tuple[Generation, list[int]]]:
         clock = Clock(self.device, self.settings.timing)
