@@ -79,8 +79,11 @@ class LanguageModel:
         if feature_layers is None and layers >= 7:
             feature_layers = default_feature_layers(layers)
         self.feature_layers = tuple(feature_layers) if feature_layers else None
-        if self.feature_layers and not all(0 < index < layers for index in self.feature_layers):
-            raise UserError(f"{self.name}: feature_layers {self.feature_layers} must lie between 1 and {layers - 1}")
+        taps = self.feature_layers
+        if taps and (len(taps) != 3 or list(taps) != sorted(set(taps)) or taps[0] < 1 or taps[-1] >= layers):
+            raise UserError(
+                f"{self.name}: feature_layers {taps} must be three ascending layers between 1 and {layers - 1}"
+            )
         self._taps: dict[int, Tensor] | None = None
         for index in self.feature_layers or ():
             model.model.layers[index].register_forward_pre_hook(self._tap(index), with_kwargs=True)
