@@ -26,21 +26,27 @@ class Rollout:
 
 
 @torch.no_grad()
-def matching_drafts(head: Eagle3Head, embedding: nn.Embedding, rollout: Rollout, gamma: int) -> Int[Tensor, " root"]:
+def matching_drafts(
+    head: Eagle3Head, embedding: nn.Embedding, rollout: Rollout, gamma: int, vocab: int | None = None
+) -> Int[Tensor, " root"]:
     """For every possible root of a round, how many of its ``gamma`` greedy drafts agree with the rollout before the
     first that does not.
 
     Entry k belongs to the root at position ``prompt_length + k``, i.e. to the head's row one before it; the last token
     of the text is no root. Drafts past the end of the text never agree.
+
+    Args:
+        vocab: number of the expert's real ids; a head that also has its padded ids does not propose those.
     """
     length, first = len(rollout.ids), rollout.prompt_length
     roots = torch.arange(first, length - 1, device=rollout.ids.device)
     if len(roots) == 0:
         return torch.zeros(0, dtype=torch.int64, device=rollout.ids.device)
+    target_ids = head.target_ids if vocab is None else head.target_ids[head.target_ids < vocab]
     picked: list[Tensor] = []
 
     def next_embeds(step: int, state: Tensor) -> Tensor:
-        picked.append(head.target_ids[head.logits(state).argmax(-1)])
+        picked.append(target_ids[head.logits(state)[..., : len(target_ids)].argmax(-1)])
         return embedding(picked[-1])
 
     shifted = torch.cat([rollout.ids[1:], rollout.ids[-1:]])
@@ -68,6 +74,8 @@ def walk_rounds(agreed: list[int], gamma: int) -> list[tuple[int, int, int]]:
     return rounds
 
 
-def replay(head: Eagle3Head, embedding: nn.Embedding, rollout: Rollout, gamma: int) -> list[tuple[int, int, int]]:
+def replay(
+    head: Eagle3Head, embedding: nn.Embedding, rollout: Rollout, gamma: int, vocab: int | None = None
+) -> list[tuple[int, int, int]]:
     """The rounds of one rollout: :func:`matching_drafts`, then :func:`walk_rounds`."""
-    return walk_rounds(matching_drafts(head, embedding, rollout, gamma).tolist(), gamma)
+    return walk_rounds(matching_drafts(head, embedding, rollout, gamma, vocab).tolist(), gamma)
