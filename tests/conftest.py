@@ -10,4 +10,4 @@ import torch
 from jaxtyping import install_import_hook
 
 torch.set_num_threads(1)
-install_import_hook("dcd_core", "beartype.beartype")
+install_import_hook("dcd_core", "shapes.check")
