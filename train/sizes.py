@@ -15,6 +15,7 @@ from dcd_core.models import default_feature_layers, load_config, refuse_unsuppor
 from train.batches import Plan, Texts
 from train.loop import read_deepspeed_config, total_steps
 from train.processes import planned_world
+from train.pruning import parse_layers, pruned_config
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -121,3 +122,30 @@ def summary(texts: Texts, history: list[dict]) -> dict:
         "eval": {name.removeprefix("eval_"): value for name, value in last.items() if name != "step"},
         "history": history,
     }
+
+
+def describe_amateur_run(config) -> str:
+    """Tokens, parameters, memory and steps of an amateur's training, from configurations only."""
+    expert_config = load_config(config.expert)
+    refuse_unsupported(expert_config, config.expert)
+    layers = parse_layers(config.keep_layers, expert_config.num_hidden_layers)
+    expert = count_parameters(on_meta(expert_config))
+    amateur = on_meta(pruned_config(expert_config, layers))
+    size = count_parameters(amateur)
+    if not config.train_embeddings:
+        for part in (amateur.get_input_embeddings(), amateur.get_output_embeddings()):
+            part.requires_grad_(False)
+    trained = count_parameters(amateur, trained_only=True)
+    stage = read_deepspeed_config(config.deepspeed_config).get("zero_optimization", {}).get("stage", 0)
+    memory = training_bytes(trained, config.dtype, stage, planned_world()) + (size - trained) * BYTES[config.dtype]
+    frozen = expert * BYTES[config.expert_dtype]
+    data, _ = describe_texts(config, expert_config.vocab_size)
+    return "\n".join(
+        [
+            f"expert {config.expert}: {expert / 1e6:.1f} M parameters, frozen, {config.expert_dtype}",
+            f"amateur: layers {layers}, {size / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained, {config.dtype}",
+            data,
+            f"memory per rank: expert {gigabytes(frozen)}, amateur with AdamW at ZeRO {stage} {gigabytes(memory)}, "
+            "and the activations",
+        ]
+    )
