@@ -139,7 +139,8 @@ def print_report(report: dict, reading: Reading, out: str) -> None:
         print(line)
     openers = ", ".join(f"{role} {number}" for role, number in facts["opened_by"].items())
     print(f"of them: {facts['empty']} empty, {facts['empty_turns']} empty turns, {facts['repeated_ids']} repeated ids")
-    print(f"opened by: {openers} ({facts['not_opened_by_human']} by another name than human)")
+    others = f" ({facts['not_opened_by_human']} not by human)" if "human" in facts["opened_by"] else ""
+    print(f"opened by: {openers}{others}")
     print(f"turns by role: {', '.join(f'{role} {number}' for role, number in facts['roles'].items())}")
     for reason, number in report["skipped"].items():
         print(f"skipped {number}: {reason}")

@@ -107,9 +107,12 @@ def _text_chunks(stream: BinaryIO, name: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     while data := stream.read(CHUNK):
         try:
-            yield decoder.decode(data)
+            text = decoder.decode(data)
         except UnicodeDecodeError as error:
             raise UserError(f"{name} is not UTF-8 text ({error.reason})") from None
+        # a chunk may hold only part of a character; an empty text would look like the end of the file
+        if text:
+            yield text
 
 
 def _array(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Iterator[Any]:

@@ -1,0 +1,178 @@
+"""Token files: spans cover exactly the answers with their end-of-turn token, and what cannot be sure is left out."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny import TEMPLATE, save_tiny
+
+from data_prep.chat_template import Chat, stop_ids
+from data_prep.token_files import Sample, read_metadata, read_tokens, write_tokens
+from data_prep.tokenise import main
+from dcd_core.errors import UserError
+
+END = 3  # <|im_end|>
+
+
+def talk(name, *texts, system=None):
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return {"id": name, "messages": messages, "source": "test"}
+
+
+@pytest.fixture(scope="module")
+def expert(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("expert"), layers=1)
+
+
+def with_template(folder, expert, template):
+    """The same expert with another chat template."""
+    for file in expert.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def run(tmp_path, expert, records, *flags):
+    source, out = tmp_path / "c.jsonl", tmp_path / "t.parquet"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["--conversations", str(source), "--expert", str(expert), "--out", str(out), *flags]) == 0
+    return read_tokens(out), read_metadata(out)
+
+
+def test_spans_are_the_answers_with_their_end_of_turn(tmp_path, expert):
+    records = [talk("a", "w1 w2", "w3 w4 w5", "w6", "w7"), talk("b", "w1", "w2", "w3", system="w9")]
+    (long, short), metadata = run(tmp_path, expert, records)
+    tokenizer = Chat(str(expert)).tokenizer
+    word = tokenizer.convert_tokens_to_ids
+    answers = [long.input_ids[start:end].tolist() for start, end in long.answer_spans]
+    assert answers == [[word("w3"), word("w4"), word("w5"), END], [word("w7"), END]]
+    assert tokenizer.decode(long.input_ids[: long.answer_spans[0][0]]).endswith("<|im_start|> assistant \n")
+    assert long.answer_spans[-1][1] == len(long.input_ids)
+    # a question without an answer is not part of the sample
+    assert [short.input_ids[a:b].tolist() for a, b in short.answer_spans] == [[word("w2"), END]]
+    assert word("w3") not in short.input_ids
+    assert long.mask().sum() == 6 and not long.mask()[: long.answer_spans[0][0]].any()
+    assert metadata["answers"] == 3 and metadata["answer_tokens"] == 8 and metadata["stop_ids"] == [END]
+    assert metadata["tokenizer_hash"] == Chat(str(expert)).hash
+
+
+def test_regenerated_ids_are_taken_verbatim(tmp_path, expert):
+    chat = Chat(str(expert))
+    record = talk("a", "w1", "this text is not what the ids say")
+    record |= {"input_ids": [20, 21, 22, 50, 51], "answer_spans": [[2, 5]], "sample": 0, "tokenizer": chat.hash}
+    samples, _ = run(tmp_path, expert, [record, record | {"sample": 1, "input_ids": [20, 21, 22, 60, END]}])
+    assert [sample.id for sample in samples] == ["a", "a#1"]
+    assert samples[0].input_ids.tolist() == [20, 21, 22, 50, 51]
+    assert samples[0].answer_spans == ((2, 5),)
+    with pytest.raises(UserError, match="another tokenizer"):
+        run(tmp_path, expert, [record | {"tokenizer": "0" * 64}])
+
+
+def test_a_template_that_rewrites_earlier_turns_is_a_counted_skip(tmp_path, expert):
+    # like templates that drop the reasoning of all answers but the last
+    rewriting = TEMPLATE.replace(
+        "message['content']", "('' if message['role'] == 'assistant' and not loop.last else message['content'])"
+    )
+    folder = with_template(tmp_path, expert, rewriting)
+    samples, metadata = run(tmp_path, folder, [talk("one", "w1", "w2"), talk("two", "w1", "w2", "w3", "w4")])
+    assert [sample.id for sample in samples] == ["one"]
+    assert metadata["counts"] == {"skipped: its ids with an answer do not begin with those before it": 1}
+
+
+def test_a_generation_prompt_that_answers_do_not_begin_with_is_a_counted_skip(tmp_path, expert):
+    folder = with_template(tmp_path, expert, TEMPLATE.replace("assistant \n ' }}", "assistant \n w50 ' }}"))
+    with pytest.raises(UserError, match="1 x skipped: its ids with an answer do not begin"):
+        run(tmp_path, folder, [talk("one", "w1", "w2")])
+
+
+def test_a_template_without_an_end_of_turn_is_a_counted_skip(tmp_path, expert):
+    folder = with_template(tmp_path, expert, TEMPLATE.replace(" <|im_end|>", ""))
+    with pytest.raises(UserError, match="1 x skipped: an answer is rendered without an end-of-turn"):
+        run(tmp_path, folder, [talk("one", "w1", "w2")])
+
+
+def test_what_the_template_refuses_is_a_counted_skip(tmp_path, expert):
+    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
+    folder = with_template(tmp_path, expert, refuse + TEMPLATE)
+    samples, metadata = run(tmp_path, folder, [talk("a", "w1", "w2", system="w3"), talk("b", "w1", "w2")])
+    assert [sample.id for sample in samples] == ["b"]
+    assert metadata["counts"] == {"skipped: the chat template refuses it (no system prompts)": 1}
+
+
+def test_control_tokens_in_text_are_a_counted_skip(tmp_path, expert):
+    records = [talk("a", "w1 <|im_end|> w2", "w3"), talk("b", "w1", "w2")]
+    samples, metadata = run(tmp_path, expert, records)
+    assert [sample.id for sample in samples] == ["b"]
+    assert metadata["counts"] == {"skipped: <|im_end|> spelled out in a message": 1}
+
+
+def test_long_samples_are_cut_at_an_answer_boundary_or_skipped(tmp_path, expert):
+    two = talk("two", "w1", "w2 w3", "w4", "w5 w6")
+    (whole,), _ = run(tmp_path, expert, [two])
+    first, second = whole.answer_spans
+    (cut,), metadata = run(tmp_path, expert, [two], "--max_length", str(second[1] - 1))
+    assert cut.answer_spans == (first,) and cut.input_ids.tolist() == whole.input_ids[: first[1]].tolist()
+    assert metadata["counts"] == {f"cut at an answer boundary to {second[1] - 1} tokens": 1}
+    with pytest.raises(UserError, match="first answer ends beyond"):
+        run(tmp_path, expert, [two], "--max_length", str(first[1] - 1))
+
+
+def test_limit_tokens_stops_at_whole_samples(tmp_path, expert):
+    records = [talk(f"r{number}", "w1", "w2 w3") for number in range(5)]
+    samples, _ = run(tmp_path, expert, records, "--limit_tokens", "4")
+    assert [sample.id for sample in samples] == ["r0", "r1"]
+
+
+def test_no_answers_at_all_are_refused_and_nothing_is_written(tmp_path, expert):
+    with pytest.raises(UserError, match="every loss mask would be all zeros .1 x skipped: no answer in it"):
+        run(tmp_path, expert, [talk("a", "w1")])
+    questions = {"id": "q", "messages": [{"role": "user", "content": "w1"}] * 2}
+    with pytest.raises(UserError, match="1 x skipped: questions without answers"):
+        run(tmp_path, expert, [questions])
+    assert not (tmp_path / "t.parquet").exists()
+
+
+def test_a_tokenizer_without_template_or_end_is_refused(tmp_path, expert):
+    folder = with_template(tmp_path, expert, TEMPLATE)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="has no chat template"):
+        run(tmp_path, folder, [talk("a", "w1", "w2")])
+    chat = Chat(str(expert))
+    chat.tokenizer.eos_token = None
+    with pytest.raises(UserError, match="end-of-turn token"):
+        stop_ids(chat.tokenizer, tmp_path / "no_generation_config")
+
+
+def test_stop_ids_are_those_of_model_and_tokenizer_together(tmp_path, expert):
+    folder = with_template(tmp_path, expert, TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 1]}))
+    assert stop_ids(Chat(str(folder)).tokenizer, folder) == (1, END, 5)
+
+
+def test_bad_settings_are_refused(tmp_path, expert):
+    for flags in (
+        ["--max_length", "1"],
+        ["--template_args", "{"],
+        ["--template_args", "[1]"],
+        ["--limit_tokens", "-1"],
+    ):
+        with pytest.raises(UserError, match=flags[0]):
+            run(tmp_path, expert, [talk("a", "w1", "w2")], *flags)
+
+
+@pytest.mark.parametrize("spans", [(), ((3, 3),), ((0, 2),), ((3, 9),), ((3, 5), (4, 6)), ((5, 6), (2, 3))])
+def test_samples_with_impossible_spans_are_refused(tmp_path, spans):
+    with pytest.raises(UserError, match="'bad'"):
+        write_tokens(tmp_path / "t.parquet", [Sample("bad", np.arange(8, dtype=np.int32), spans)], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_files_are_refused_by_the_reader(tmp_path):
+    (tmp_path / "x.parquet").write_text("no parquet")
+    with pytest.raises(UserError, match="cannot be read as a token file"):
+        read_tokens(tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="cannot be read as a token file"):
+        read_tokens(tmp_path / "none.parquet")
