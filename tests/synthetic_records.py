@@ -35,7 +35,7 @@ def positions(prompts: int = 60, length: int = 40, alphas=(0.1, 0.5), seed: int 
                 "signal_std": signal * 0.7,
                 "signal_kl": 0.5 * (alpha * signal * 0.7) ** 2,
                 "headroom_tv": headroom,
-                "headroom_greedy": headroom * generator.uniform(0, 1.5, size=count),
+                "headroom_greedy": np.minimum(1, headroom * generator.uniform(0, 1.5, size=count)),
                 "headroom_flip": flip,
                 "error_reverse": error,
                 "error_forward": error * 0.7,

@@ -1,0 +1,125 @@
+"""The runs that a report is made of, found by what their folders hold, and the parts of a page. No torch."""
+
+import base64
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dcd_core.errors import UserError
+
+MARKS = {"positions.parquet": "signal", "rounds.parquet": "benchmark"}
+DEPTH = 3  # folders below a given one that are searched
+PROVENANCE = ("command.txt", "config.yaml", "versions.json", "git_sha.txt")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run: its folder, what kind it is, its metrics.json, and its settings and provenance as text."""
+
+    folder: Path
+    kind: str
+    metrics: dict
+    provenance: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure in the page: PNG on disk, caption, and a description for readers who cannot see it."""
+
+    path: Path
+    caption: str
+    description: str
+
+    @property
+    def data(self) -> str:
+        """The PNG as base64, so that the page needs no other file."""
+        return base64.b64encode(self.path.read_bytes()).decode()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in the page; every cell is text. Columns named in `paper` hold the paper's figures and are set apart."""
+
+    caption: str
+    headers: list[str]
+    rows: list[list[str]]
+    paper: tuple[str, ...] = ()
+    folded: bool = False
+
+
+@dataclass
+class Section:
+    """One part of the page. `headlines` are the sentences that the page opens with, `text` those of the section."""
+
+    title: str
+    headlines: list[str] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    records: str = ""
+
+
+def find_runs(folders: list[str]) -> tuple[list[Run], list[str]]:
+    """Finished runs in or below some folders, by path, and notes on what was left out.
+
+    Raises UserError for a folder that is not there, or when there is no finished run at all.
+    """
+    found: dict[Path, Run] = {}
+    notes = []
+    for given in folders:
+        root = Path(given)
+        if not root.is_dir():
+            raise UserError(f"{root} is not a folder; --runs takes folders of finished runs")
+        for folder in _folders(root):
+            if folder in found:
+                continue
+            mark = next((kind for name, kind in MARKS.items() if (folder / name).is_file()), "")
+            if not (folder / "metrics.json").is_file():
+                if mark or (folder / "command.txt").is_file():
+                    notes.append(f"left out {folder}: the run is not finished")
+                continue
+            run = _read(folder, mark)
+            if run is not None:
+                found[folder] = run
+    if not found:
+        more = f" ({'; '.join(notes)})" if notes else ""
+        raise UserError(f"no finished run in {', '.join(map(str, folders))}: nothing to report{more}")
+    return list(found.values()), notes
+
+
+def link(target: Path, page: Path) -> str:
+    """Path of a file as the page in folder `page` names it."""
+    return Path(os.path.relpath(target, page)).as_posix()
+
+
+def _folders(root: Path) -> list[Path]:
+    found = []
+    for folder, inside, _ in os.walk(root):
+        path = Path(folder)
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        if len(path.relative_to(root).parts) >= DEPTH:
+            inside[:] = []
+        found.append(path)
+    return found
+
+
+def _read(folder: Path, mark: str) -> Run | None:
+    path = folder / "metrics.json"
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{path} cannot be read: {problem}") from None
+    if not isinstance(metrics, dict):
+        raise UserError(f"{path} must hold an object")
+    kind = mark or ("identity" if "checks" in metrics else "training" if "history" in metrics else "")
+    if not kind:
+        return None
+    texts = {
+        name: (folder / name).read_text(encoding="utf-8").strip() for name in PROVENANCE if (folder / name).is_file()
+    }
+    return Run(folder, kind, metrics, texts)
