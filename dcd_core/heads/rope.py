@@ -70,7 +70,9 @@ def frequencies(
         max_position_embeddings=max_positions,
         rope_parameters={"rope_theta": theta, **scaling},
     )
-    inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    # real numbers also where a caller builds a head without weights on the meta device
+    with torch.device("cpu"):
+        inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return inverse.float(), float(factor)
 
 
