@@ -236,7 +236,8 @@ def summarise(pipeline: Pipeline, seconds: float) -> None:
         stamp = read_stamp(pipeline, stage)
         rows[stage.name] = {"budget_s": stage.budget_s, "seconds": stamp.get("seconds") if stamp else None}
     write_json_atomic(pipeline.run / "stages.json", rows)
-    result = f"{pipeline.result}: " if pipeline.result else ""
+    made = pipeline.result and (ROOT / pipeline.result).exists()
+    result = f"{pipeline.result}: " if made else ""
     print(f"{result}done in {clock(seconds)}, budget {clock(pipeline.budget_s)}", flush=True)
 
 

@@ -101,6 +101,7 @@ def test_flags_choose_stages(bench, capsys):
     assert bench.ran() == [] and "waits for its inputs" in capsys.readouterr().out
     bench("--only", "first")
     assert bench.ran() == ["first"]
+    assert "second.txt: done" not in capsys.readouterr().out, "the result is named once it is there"
     bench("--from", "second")
     assert bench.ran() == ["second"]
     bench("--only", "second", "--overwrite")
