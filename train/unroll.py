@@ -134,10 +134,12 @@ def expert_targets(
     wanted = hidden.gather(1, places.clamp_max(hidden.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
     wanted = wanted[alignment.trained(0)]
     probs, inside, mass = [], [], []
-    chunk = max(1, LOGIT_BUDGET // int(target_ids[-1] + 1))
+    width = int(target_ids[-1]) + 1
+    chunk = max(1, LOGIT_BUDGET // width)
     for part in wanted.split(chunk):
         logits = output_layer(part)
-        draft = logits[:, target_ids]
+        # a head on a padded vocabulary may hold ids that no tokenizer has: the expert never says them
+        draft = F.pad(logits, (0, max(0, width - logits.shape[1])), value=-float("inf"))[:, target_ids]
         probs.append(torch.softmax(draft, dim=-1))
         inside.append(draft.max(dim=-1).values == logits.max(dim=-1).values)
         mass.append((draft.logsumexp(-1) - logits.logsumexp(-1)).exp())

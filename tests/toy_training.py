@@ -1,0 +1,137 @@
+"""Toy token files and flags for the trainers' tests, and child processes that can be killed."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+from tiny import save_tiny
+
+from data_prep.token_files import Sample, write_tokens
+
+STOP = 3
+"""End-of-turn id of the tiny models."""
+
+
+def toy_samples(count: int, seed: int = 0) -> list[Sample]:
+    """Random texts: short prompts, answers of which every third is cut by length, some texts with two turns."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for index in range(count):
+        ids, spans = [], []
+        for _ in range(1 + (index % 5 == 0)):
+            prompt, answer = generator.integers(2, 7), generator.integers(2, 12)
+            start = len(ids) + int(prompt)
+            ids += generator.integers(8, 96, prompt + answer).tolist()
+            spans.append((start, len(ids)))
+            if index % 3:
+                ids[-1] = STOP
+        samples.append(Sample(f"text{seed}-{index}", np.array(ids, dtype=np.int32), tuple(spans)))
+    return samples
+
+
+def make_toy(folder: Path, kind: str = "smol", texts: int = 30) -> Path:
+    """``folder`` with expert/, train.parquet and held_out.parquet."""
+    save_tiny(folder / "expert", kind)
+    write_tokens(folder / "train.parquet", toy_samples(texts), {})
+    write_tokens(folder / "held_out.parquet", toy_samples(5, seed=1), {})
+    return folder
+
+
+def flags(toy: Path, output: Path, *more: str) -> list[str]:
+    """Flags of train/eagle3.py at toy size; later ones win."""
+    return [
+        f"--expert={toy / 'expert'}",
+        f"--train_tokens={toy / 'train.parquet'}",
+        f"--output={output}",
+        "--draft_vocab_size=40",
+        "--unroll_steps=3",
+        "--batch_size=4",
+        "--lr=3e-3",
+        "--warmup_steps=2",
+        "--expert_dtype=float32",
+        "--log_every=2",
+        *more,
+    ]
+
+
+def head_weights(output: Path) -> dict:
+    """The trained head of a run folder."""
+    return load_file(output / "head" / "model.safetensors")
+
+
+# one process imports deepspeed once; every child is a fork of it
+SERVER = multiprocessing.get_context("forkserver")
+
+
+def in_child(*arguments, timeout: float = 120) -> int:
+    """Run :func:`child_main` in a fresh process; its exit code (negative: the signal that killed it)."""
+    SERVER.set_forkserver_preload(["toy_training", "train.eagle3", "train.amateur", "deepspeed"])
+    process = SERVER.Process(target=child_main, args=arguments)
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise TimeoutError(f"the child did not end within {timeout} s")
+    return process.exitcode
+
+
+def child_main(argv: list[str], log: str, kill_after: float | None = None, kill_in: str = "") -> None:
+    """train.eagle3.main in this process, killed ``kill_after`` seconds after the first optimiser step began, or at a
+    place of the second save: ``rename`` (everything is written, nothing renamed), ``write`` (half is written)."""
+    sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115
+    import torch
+
+    import train.checkpoints
+    import train.loop
+    from train.eagle3 import main
+
+    torch.set_num_threads(1)
+
+    def die(*_arguments, **_options):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if kill_after is not None:
+        original = train.loop.optimiser_step
+
+        def first(*arguments):
+            timer = threading.Timer(kill_after, die)
+            timer.daemon = True
+            timer.start()
+            train.loop.optimiser_step = original
+            return original(*arguments)
+
+        train.loop.optimiser_step = first
+    if kill_in == "rename":
+        replace, train.checkpoints.os = os.replace, _Patched(os, replace=_second(os.replace, die))
+        assert replace is os.replace
+    if kill_in == "write":
+        train.checkpoints.torch = _Patched(torch, save=_second(torch.save, die))
+    raise SystemExit(main(argv))
+
+
+def _second(function, instead):
+    """``function``, but its second call is ``instead``."""
+    calls = []
+
+    def wrapped(*arguments, **options):
+        calls.append(1)
+        return (instead if len(calls) == 2 else function)(*arguments, **options)
+
+    return wrapped
+
+
+class _Patched:
+    """A module with some names replaced."""
+
+    def __init__(self, module, **names):
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
