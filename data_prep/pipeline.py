@@ -213,16 +213,24 @@ def run_command(pipeline: Pipeline, stage: Stage, held: int) -> int:
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
         "PYTHONUNBUFFERED": "1",
     }
+    children, stops = [], []
+
+    def stop(*_: object) -> None:
+        stops.append(True)
+        for child in children:
+            child.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[held])
+        children.append(subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[held]))
+        if stops:  # the signal came while the child was being started
+            children[0].terminate()
+        code = children[0].wait()
     except OSError as error:
         raise UserError(f"stage '{stage.name}' cannot start {command[0]}: {error.strerror}") from None
-    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    try:
-        code = child.wait()
     except KeyboardInterrupt:
-        # the terminal has sent it to the child as well
-        child.wait()
+        for child in children:  # the terminal has sent it to the child as well
+            child.wait()
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
