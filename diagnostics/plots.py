@@ -96,8 +96,7 @@ def gain_map(cells: Cells, kind: str) -> Figure:
     shown = np.where(cells.counts > 0, mean, np.nan)
     largest = float(np.nanmax(np.abs(shown)))
     limit = 100 * (GAIN_LIMIT if kind == "top1" else min(GAIN_LIMIT, max(0.01, largest)))
-    colour_map = colormaps["PuOr"].copy()
-    colour_map.set_bad("#f2f2f2")
+    colour_map = colormaps["PuOr"].with_extremes(bad="#f2f2f2")
     axes.imshow(100 * shown, origin="lower", cmap=colour_map, aspect="auto", vmin=-limit, vmax=limit)
     sure = (low > 0) | (high < 0)
     text = [[_gain_text(mean[y, x], cells.counts[y, x]) for x in range(BUCKETS)] for y in range(BUCKETS)]

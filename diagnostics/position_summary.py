@@ -111,6 +111,8 @@ def _spread(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """95% interval per column, leaving out resamples in which the cell is empty."""
     low, high = np.full(drawn.shape[1], np.nan), np.full(drawn.shape[1], np.nan)
     some = np.isfinite(drawn).any(0)
+    if not some.any():
+        return low, high
     low[some], high[some] = np.nanquantile(drawn[:, some], [0.025, 0.975], axis=0)
     return low, high
 

@@ -34,6 +34,7 @@ class Picture:
     path: Path
     caption: str
     description: str
+    wide: bool = False
 
     @property
     def data(self) -> str:
@@ -52,12 +53,21 @@ class Table:
     folded: bool = False
 
 
+@dataclass(frozen=True)
+class Headline:
+    """One of the few things that the page opens with: a short topic, a sentence in plain words, and small print."""
+
+    topic: str
+    sentence: str
+    small: str = ""
+
+
 @dataclass
 class Section:
-    """One part of the page. `headlines` are the sentences that the page opens with, `text` those of the section."""
+    """One part of the page: what it adds to the opening, how it was measured, pictures, tables, link to the records."""
 
     title: str
-    headlines: list[str] = field(default_factory=list)
+    headlines: list[Headline] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)

@@ -7,10 +7,11 @@ import pandas as pd
 from diagnostics import paper, plots
 from diagnostics.position_summary import MEANS, cells, length_gain, marginals, summarise_by_alpha
 from diagnostics.records import POSITIONS, Records, read_records
-from diagnostics.report_runs import Picture, Run, Section, Table, link
+from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.wording import count, listed, percent, plain, points
 
 GAMMA = 5  # drafts per round at which a gain per token is turned into accepted length
+WIDE = ("signal-error", "headroom")
 MAP_CAPTION = (
     "Every cell is a share of the positions and their number n. Signal: how far expert and amateur disagree on the "
     "token that the contrastive target prefers. Error: how far the drafter is from the expert. Bars are the marginals, "
@@ -33,7 +34,10 @@ def signal_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     records = read_records(run.folder / "positions.parquet", "positions")
     by_alpha = summarise_by_alpha(records.rows, resamples, seed)
     section = Section(f"Signal and drafter error: {_where(records)}")
-    section.headlines = [shares_sentence(by_alpha["pooled"]), headroom_sentence(by_alpha), oracle_sentence(by_alpha)]
+    section.headlines = [
+        Headline("Signal against error", shares_sentence(by_alpha["pooled"]), paper_shares()),
+        Headline("Headroom", headroom_sentence(by_alpha), oracle_sentence(by_alpha)),
+    ]
     section.text = [how(records, by_alpha)]
     section.pictures = pictures(records.rows, by_alpha, page, run.name, resamples, seed)
     section.tables = [shares_table(by_alpha), means_table(by_alpha)]
@@ -42,17 +46,23 @@ def signal_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
 
 
 def shares_sentence(pooled: dict) -> str:
-    """The two headline shares beside the paper's."""
+    """The two headline shares, and which of the two is the larger obstacle."""
     below, above = pooled["share_signal_below_1"], pooled["share_error_above_2"]
+    if below["estimate"] >= 0.5 and above["estimate"] >= 0.25:
+        verdict = "The contrast is mostly weak, the drafter's error is often large"
+    elif below["estimate"] >= 0.5:
+        verdict = "The contrast is mostly weak, and so is the drafter's error"
+    else:
+        verdict = "The contrast is often strong"
     return (
-        f"The contrast is weak and the drafter's error is not: the signal is below 1 nat at {percent(below)} of "
-        f"{count(pooled['positions'])} positions (paper: {100 * paper.SIGNAL_BELOW_1:.1f}%), while the drafter misses "
-        f"the expert by 2 nats or more at {percent(above)} (paper: {100 * paper.ERROR_ABOVE_2:.1f}%)."
-        if below["estimate"] > 0.5 and above["estimate"] > 0.25
-        else f"The signal is below 1 nat at {percent(below)} of {count(pooled['positions'])} positions (paper: "
-        f"{100 * paper.SIGNAL_BELOW_1:.1f}%), and the drafter misses the expert by 2 nats or more at {percent(above)} "
-        f"(paper: {100 * paper.ERROR_ABOVE_2:.1f}%)."
+        f"{verdict}: the signal is below 1 nat at {percent(below)} of {count(pooled['positions'])} positions, and the "
+        f"drafter misses the expert by 2 nats or more at {percent(above)}."
     )
+
+
+def paper_shares() -> str:
+    """The paper's two shares."""
+    return f"Paper: {100 * paper.SIGNAL_BELOW_1:.1f}% and {100 * paper.ERROR_ABOVE_2:.1f}%, pooled over its settings."
 
 
 def headroom_sentence(by_alpha: dict[str, dict]) -> str:
@@ -60,15 +70,13 @@ def headroom_sentence(by_alpha: dict[str, dict]) -> str:
     parts = []
     for alpha, found in _alphas(by_alpha).items():
         headroom, base = found["mean_headroom_tv"], found["acceptance_expert_aligned"]["estimate"]
-        length = length_gain(base, 0.0, GAMMA) + sum(base**i for i in range(1, GAMMA + 1))
+        length = sum(base**i for i in range(1, GAMMA + 1))
         added = length_gain(base, headroom["estimate"], GAMMA)
-        parts.append(
-            f"{points(headroom, 2)} points at alpha {alpha} (about +{added:.2f} accepted drafts per round of {GAMMA}, "
-            f"{100 * added / length:.0f}%)"
-        )
+        share = f", {100 * added / length:.0f}%" if length else ""
+        parts.append(f"{points(headroom, 2)} points at alpha {alpha} (+{added:.2f} accepted drafts a round{share})")
     return (
-        "At equal error, a drafter that aims at the contrast instead of the expert could gain at most "
-        f"{listed(parts)} of per-token acceptance."
+        "A drafter that aims at the contrast instead of the expert, at equal error, can gain at most "
+        f"{listed(parts)} of acceptance per token."
     )
 
 
@@ -79,7 +87,10 @@ def oracle_sentence(by_alpha: dict[str, dict]) -> str:
         f"{points(found['gain_top1'], 2, sign=True)} of top-1 matches at alpha {alpha}"
         for alpha, found in _alphas(by_alpha).items()
     ]
-    return f"The same draft corrected by the true amateur, which no real drafter knows, gains {listed(parts)}."
+    return (
+        f"Really gained by the oracle draft, which knows the amateur exactly: {listed(parts)}. Drafts per round are "
+        f"taken as {GAMMA}, acceptance as constant."
+    )
 
 
 def how(records: Records, by_alpha: dict[str, dict]) -> str:
@@ -107,7 +118,7 @@ def pictures(rows: pd.DataFrame, by_alpha: dict, page: Path, name: str, resample
         "headroom": (plots.headroom_bars(by_alpha), HEADROOM_CAPTION, "bars of headroom and realised gain per alpha"),
     }
     return [
-        Picture(plots.save_png(figure, page / f"{name}-{part}.png"), caption, alt)
+        Picture(plots.save_png(figure, page / f"{name}-{part}.png"), caption, alt, wide=part in WIDE)
         for part, (figure, caption, alt) in drawn.items()
     ]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from diagnostics import paper, plots
 from diagnostics.prediction import with_predictions
 from diagnostics.records import read_records
-from diagnostics.report_runs import Picture, Run, Section, Table, link
+from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.round_summary import ANY, BASELINE, summarise_rounds
 from diagnostics.wording import count, listed, plain
 
@@ -30,39 +30,34 @@ def speed_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     if "amateur" in latency:
         entries = with_predictions(entries, latency, settings["gamma"])
     section = Section(f"Speed: {run.metrics.get('pair', run.name)}, on {run.metrics.get('dataset', 'unnamed prompts')}")
-    section.headlines = [*speed_sentences(entries), prediction_sentence(entries)]
+    section.headlines = speed_headlines(entries)
     if run.metrics.get("agreement"):
-        section.headlines.append(agreement_sentence(run.metrics["agreement"]))
+        section.headlines.append(Headline("Same text?", agreement_sentence(run.metrics["agreement"])))
     section.text = [how(settings, entries)]
     section.pictures = pictures(entries, page, run.name)
     section.tables = [speed_table(entries), split_table(entries)]
     if latency:
         section.tables.append(latency_table(latency))
     section.records = link(run.folder / "rounds.parquet", page)
-    section.headlines = [sentence for sentence in section.headlines if sentence]
     return section
 
 
-def speed_sentences(entries: list[dict]) -> list[str]:
-    """One sentence per alpha: each method's speed-up with its interval, prediction and the paper's range."""
+def speed_headlines(entries: list[dict]) -> list[Headline]:
+    """One per alpha: every speed-up with its interval, the paper's range in small print. Then the prediction."""
     found = []
     for alpha in dict.fromkeys(entry["alpha"] for entry in entries):
         shown = [e for e in entries if e["alpha"] == alpha and e["method"] != BASELINE and "speedup" in e]
         if alpha == ANY or not shown:
             continue
         shown.sort(key=lambda entry: -entry["speedup"]["estimate"])
-        parts = []
-        for entry in shown:
-            notes = []
-            if "predicted_speedup" in entry:
-                notes.append(f"predicted {entry['predicted_speedup']:.2f}")
-            theirs = paper.speedup_range(entry["method"], float(alpha))
-            if theirs:
-                notes.append(f"paper {theirs}")
-            extra = f" ({'; '.join(notes)})" if notes else ""
-            parts.append(f"{entry['method']} {plain(entry['speedup'])}{extra}")
-        found.append(f"Speed-up over vanilla contrastive decoding at alpha {alpha}: {listed(parts)}.")
-    return found
+        parts = [f"{entry['method']} {plain(entry['speedup'])}" for entry in shown]
+        theirs = [(entry["method"], paper.speedup_range(entry["method"], float(alpha))) for entry in shown]
+        ranges = listed([f"{method} {span}" for method, span in theirs if span])
+        sentence = f"As a multiple of vanilla contrastive decoding: {listed(parts)}."
+        small = f"Paper, on its hardware: {ranges}." if ranges else ""
+        found.append(Headline(f"Speed at alpha {alpha}", sentence, small))
+    prediction = prediction_sentence(entries)
+    return [*found, Headline("Against prediction", prediction)] if prediction else found
 
 
 def prediction_sentence(entries: list[dict]) -> str:
@@ -98,8 +93,9 @@ def how(settings: dict, entries: list[dict]) -> str:
     return (
         f"{prompts} prompts, up to {settings.get('max_new_tokens')} new tokens, {drafts}, at most "
         f"{settings.get('gamma')} drafts a round, one prompt at a time, {settings.get('dtype')}, "
-        f"{settings.get('repeats')} answer(s) per method and prompt. The methods took turns prompt by prompt; prefill is "
-        "left out. accepted_length does not count the token that the verifier adds, tokens_per_round does. ar and expert_sd never look at the amateur: they stand "
+        f"{settings.get('repeats')} answer(s) per method and prompt. The methods took turns prompt by prompt; prefill "
+        "is left out. accepted_length does not count the token that the verifier adds, tokens_per_round does. "
+        "ar and expert_sd never look at the amateur: they stand "
         "beside cd as what decoding without a contrast costs."
     )
 
@@ -114,7 +110,7 @@ def pictures(entries: list[dict], page: Path, name: str) -> list[Picture]:
         lines = plots.acceptance_lines(entries)
         drawn["acceptance"] = (lines, ACCEPTANCE_CAPTION, "lines of acceptance by draft position")
     return [
-        Picture(plots.save_png(figure, page / f"{name}-{part}.png"), caption, alt)
+        Picture(plots.save_png(figure, page / f"{name}-{part}.png"), caption, alt, wide=True)
         for part, (figure, caption, alt) in drawn.items()
     ]
 
@@ -155,7 +151,7 @@ def split_table(entries: list[dict]) -> Table:
         times = [entry[name] for name in ("draft_step_ms", "draft_ms", "expert_ms", "amateur_ms", "rest_ms")]
         alpha = "-" if entry["alpha"] == ANY else entry["alpha"]
         numbers = [count(entry["rounds"]), count(entry["tokens"]), f"{entry['drafted_per_round']:.2f}"]
-        rows.append([entry["method"], alpha, *numbers, *(f"{value:.2f}" for value in times)])
+        rows.append([entry["method"], alpha, *numbers, *(f"{value:.2f}" if value else "-" for value in times)])
     return Table("Milliseconds per round, as they were inside the loop", headers, rows)
 
 
@@ -171,7 +167,7 @@ def identity_section(run: Run, page: Path, resamples: int, seed: int) -> Section
     """The identity check as a table."""
     checks = run.metrics["checks"]
     section = Section("Is it lossless?")
-    section.headlines = [agreement_sentence(checks)]
+    section.headlines = [Headline("Same text?", agreement_sentence(checks))]
     section.text = [
         "Every text was written two ways and compared token by token, in fp32. Texts may part only where the two best "
         "scores lie closer than 1e-3 nats, which is rounding."

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from diagnostics import plots
-from diagnostics.report_runs import Picture, Run, Section, Table, link
+from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.wording import count
 
 LABELS = {
@@ -28,10 +28,9 @@ def training_section(run: Run, page: Path, resamples: int, seed: int) -> Section
     section.text = [f"{steps} on {', '.join(sizes)}." if sizes else f"{steps}."]
     held_out = metrics.get("eval", {})
     if "accepted_length" in held_out:
-        section.headlines = [
-            f"Training of {run.name}: {held_out['accepted_length']:.2f} accepted drafts per round on held-out texts, "
-            f"by replay, after {count(metrics.get('tokens', 0))} tokens."
-        ]
+        length, tokens = held_out["accepted_length"], count(metrics.get("tokens", 0))
+        sentence = f"{run.name}: {length:.2f} accepted drafts a round on held-out texts after {tokens} tokens."
+        section.headlines = [Headline("Training", sentence, "By replay of held-out answers.")]
     for group, series in curves_of(history).items():
         figure = plots.curves(series, "optimiser step", LABELS.get(group, group.replace("_", " ")))
         path = plots.save_png(figure, page / f"{run.name}-{group}.png")

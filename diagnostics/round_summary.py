@@ -13,6 +13,7 @@ from dcd_core.errors import UserError
 from diagnostics.resampling import RESAMPLES, Interval, paired_ratio, ratio_of_sums
 
 BASELINE = "cd"
+ORDER = ("ar", "expert_sd", "cd", "scd", "dcd_ngram", "dcd_eagle3")  # of rows in tables and bars in figures
 ANY = "any"
 SECONDS = ("draft_s", "expert_s", "amateur_s", "rest_s")
 _RUN = re.compile(r"alpha=(\S+) repeat=(\d+)")
@@ -32,7 +33,7 @@ def alphas_of(rows: pd.DataFrame) -> pd.Series:
 
 
 def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> list[dict]:
-    """One JSON-able entry per alpha and method, in order of first appearance, with 95% intervals over prompts.
+    """One JSON-able entry per alpha and method, with 95% intervals over prompts; methods without an alpha come first.
 
     `speedup` is tokens/s over `cd` at the same alpha on the same prompts (over `cd` of all alphas pooled for methods
     without an alpha), and absent when there is no such `cd` run. Times are in milliseconds: `draft_step_ms` per drafted
@@ -41,7 +42,9 @@ def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int =
     rows = rows.assign(alpha=alphas_of(rows), seconds=rows[list(SECONDS)].sum(axis=1))
     baseline = rows[rows["method"] == BASELINE]
     found = []
-    for (alpha, method), part in rows.groupby(["alpha", "method"], sort=False):
+    groups = dict(list(rows.groupby(["alpha", "method"])))
+    for alpha, method in sorted(groups, key=_place):
+        part = groups[alpha, method]
         entry = {"alpha": alpha, "method": method} | _counts(part, resamples, seed)
         against = baseline if alpha == ANY else baseline[baseline["alpha"] == alpha]
         if len(against):
@@ -49,6 +52,12 @@ def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int =
             entry["speedup"] = paired_ratio(*arms, resamples=resamples, seed=seed).as_dict()
         found.append(entry)
     return found
+
+
+def _place(key: tuple[str, str]) -> tuple:
+    alpha, method = key
+    known = ORDER.index(method) if method in ORDER else len(ORDER)
+    return (-1.0 if alpha == ANY else float(alpha), known, method)
 
 
 def _same_prompts(*arms: pd.DataFrame) -> list[tuple[list, list, list]]:

@@ -34,6 +34,6 @@ def _with_interval(found: dict, scale: float, digits: int, unit: str, sign: bool
         return text[1:] if float(text) == 0 and text[0] in "+-" else text
 
     text = number(found["estimate"]) + unit
-    if found["low"] is None:
+    if found["low"] is None or found["low"] == found["high"]:
         return text
     return f"{text} [{number(found['low'])}, {number(found['high'])}]"

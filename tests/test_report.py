@@ -1,0 +1,171 @@
+"""The page is whole, says what the records say (the unwelcome too), and refuses what it cannot trust."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import synthetic_records
+
+import diagnostics.report as entry
+from dcd_core.errors import UserError
+from diagnostics.records import write_records
+from diagnostics.wording import listed, percent, plain, points
+
+LATENCY = {"expert": {"1": 38.0, "6": 38.0}, "amateur": {"1": 22.0, "6": 22.0}, "head": {"1": 3.0, "6": 3.0}}
+HISTORY = [
+    {"step": 10, "loss": 4.0, "accuracy/0": 0.3, "accuracy/1": 0.2, "lr": 1e-4},
+    {
+        "step": 20,
+        "loss": 3.0,
+        "accuracy/0": 0.4,
+        "accuracy/1": 0.3,
+        "lr": 1e-4,
+        "eval_loss": 3.1,
+        "eval_accepted_length": 1.2,
+    },
+]
+
+
+def provenance(**settings):
+    return {"settings": settings, "versions": {"python": "3"}, "git_sha": "0123abc"}
+
+
+def write_metrics(folder, metrics):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+    (folder / "config.yaml").write_text(f"marker: settings-of-{folder.name}\n")
+    (folder / "command.txt").write_text(f"made {folder.name} <with> & without\n")
+
+
+def signal_run(folder, columns=None):
+    columns = columns or synthetic_records.positions(prompts=12, length=30)
+    write_records(folder / "positions.parquet", "positions", columns, provenance(dtype="float32"))
+    write_metrics(folder, {"pair": "big / small / head", "dataset": "held-out"})
+
+
+def benchmark_run(folder, latency=LATENCY, agreement=()):
+    settings = provenance(gamma=5, temperature=0.0, max_new_tokens=64, repeats=1, dtype="bfloat16")
+    write_records(folder / "rounds.parquet", "rounds", synthetic_records.rounds(prompts=8, repeats=1), settings)
+    write_metrics(
+        folder,
+        {"pair": "big / small / head", "dataset": "d", "latency_ms": latency, "agreement": list(agreement)},
+    )
+
+
+def head_run(folder):
+    last = {"loss": 3.1, "accuracy/0": 0.41, "accuracy/1": 0.33, "accepted_length": 1.2}
+    write_metrics(folder, {"steps": 20, "texts": 5, "tokens": 60000, "history": HISTORY, "eval": last})
+
+
+def make(tmp_path, *more):
+    assert entry.main([f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=200", *more]) == 0
+    return (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+
+
+def text_of(page):
+    """What a reader sees, roughly."""
+    return " ".join(
+        re.sub(r"<[^>]+>", " ", re.sub(r"<style>.*?</style>|data:image[^\"]*", "", page, flags=re.S)).split()
+    )
+
+
+@pytest.fixture
+def everything(tmp_path):
+    signal_run(tmp_path / "runs" / "signal")
+    benchmark_run(tmp_path / "runs" / "benchmark")
+    head_run(tmp_path / "runs" / "head")
+    check = {"title": "scd = cd, alpha 0.1", "prompts": 100, "equal": 99, "near_ties": 1, "different": 0}
+    write_metrics(tmp_path / "runs" / "identity", {"checks": [check], "passed": True})
+    return tmp_path
+
+
+def test_the_page_holds_everything_and_needs_no_other_file(everything):
+    page = make(everything)
+    text = text_of(page)
+    assert page.count("data:image/png;base64,") == 4 + 3 + 3
+    assert len(list((everything / "page").glob("*.png"))) == 10
+    sources = re.findall(r"""(?:src|href)="([^"]{1,200})""", page)
+    assert all(source.startswith(("data:", "../runs/")) for source in sources), sources
+    assert "@import" not in page and "<script" not in page
+    for words in ("the signal is below 1 nat at", "can gain at most", "As a multiple of vanilla contrastive decoding"):
+        assert words in text
+    assert "Lossless: 99 of 100 texts equal" in text and "near-tie" in text
+    assert "head: 1.20 accepted drafts a round on held-out texts after 60,000 tokens" in text
+    assert "Paper: 81.1% and 48.7%" in text and "Liu et al., arXiv 2608.12913" in text
+    assert "settings-of-signal" in text and "made benchmark &lt;with&gt; &amp; without" in page
+    for folder in ("signal/positions.parquet", "benchmark/rounds.parquet"):
+        assert f'href="../runs/{folder}"' in page
+        assert (everything / "page" / f"../runs/{folder}").is_file()
+
+
+def test_the_same_records_give_the_same_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(entry, "git_sha", lambda: "0123abc")
+    head_run(tmp_path / "runs" / "head")
+    benchmark_run(tmp_path / "runs" / "b")
+    first = make(tmp_path)
+    assert make(tmp_path) == first
+
+
+def test_the_shares_on_the_page_are_those_of_the_records(tmp_path):
+    columns = synthetic_records.positions(prompts=12, length=30)
+    columns["signal"] = np.where(np.arange(720) % 4 == 0, 3.0, 0.1)
+    signal_run(tmp_path / "runs" / "s", columns)
+    text = text_of(make(tmp_path))
+    assert "The contrast is mostly weak" in text and "below 1 nat at 75.0%" in text
+
+
+def test_a_strong_contrast_is_called_strong(tmp_path):
+    columns = synthetic_records.positions(prompts=12, length=30)
+    columns["signal"] = columns["signal"] + 2
+    signal_run(tmp_path / "runs" / "s", columns)
+    assert "The contrast is often strong: the signal is below 1 nat at 0.0%" in text_of(make(tmp_path))
+
+
+def test_a_shortfall_against_prediction_is_said(tmp_path):
+    benchmark_run(tmp_path / "runs" / "b", latency=LATENCY | {"amateur": {"1": 60.0, "6": 1.0}})
+    text = text_of(make(tmp_path))
+    assert "More than 10% short of the speed-up that the cost model predicts" in text
+
+
+def test_texts_that_differ_are_said_loudly(tmp_path):
+    counts = {"method": "scd", "alpha": 0.1, "equal": 5, "near_ties": 1, "different": 2}
+    benchmark_run(tmp_path / "runs" / "b", agreement=[counts])
+    assert "NOT lossless: 2 of 8 texts differ" in text_of(make(tmp_path))
+
+
+def test_an_unfinished_run_is_left_out_and_said(everything, capsys):
+    (everything / "runs" / "signal" / "metrics.json").unlink()
+    text = text_of(make(everything))
+    assert "the signal is below" not in text
+    assert "the run is not finished" in text and "the run is not finished" in capsys.readouterr().out
+
+
+def test_refusals(tmp_path):
+    def refused(message, *folders):
+        with pytest.raises(UserError, match=message):
+            entry.main(["--runs", *map(str, folders), f"--output={tmp_path / 'page'}", "--resamples=50"])
+        assert not (tmp_path / "page" / "index.html").exists()
+
+    refused("nowhere is not a folder", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    refused("no finished run", tmp_path / "empty")
+    signal_run(tmp_path / "bad")
+    (tmp_path / "bad" / "positions.parquet").write_bytes(b"PAR1")
+    refused("positions.parquet: not a readable", tmp_path / "bad")
+    write_metrics(tmp_path / "broken", {"history": []})
+    (tmp_path / "broken" / "metrics.json").write_text("{")
+    refused("metrics.json cannot be read", tmp_path / "broken")
+
+
+def test_words():
+    found = {"estimate": 0.8369, "low": 0.8281, "high": 0.8449}
+    assert percent(found) == "83.7% [82.8, 84.5]"
+    assert points({"estimate": 0.002, "low": -0.0001, "high": 0.004}, sign=True) == "+0.2 [0.0, +0.4]"
+    assert plain({"estimate": 1.5, "low": None, "high": None}) == "1.50"
+    assert [listed([]), listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == [
+        "",
+        "a",
+        "a and b",
+        "a, b and c",
+    ]

@@ -1,0 +1,74 @@
+"""Speeds, accepted lengths and acceptance by position on hand-made rounds."""
+
+import pandas as pd
+import pytest
+
+from dcd_core.errors import UserError
+from diagnostics.round_summary import acceptance_by_position, run_name, summarise_rounds
+
+
+def table(*rows):
+    """(alpha, method, prompt, drafted, accepted, emitted, seconds) per round."""
+    names = ("alpha", "method", "prompt_id", "drafted", "accepted", "emitted", "expert_s")
+    frame = pd.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
+    frame["run"] = [run_name(alpha if alpha == alpha else None, 0) for alpha in frame.pop("alpha")]
+    return frame.assign(sample=0, round=0, draft_s=0.0, amateur_s=0.0, rest_s=0.0)
+
+
+ROWS = (
+    (0.5, "cd", "a", 0, 0, 1, 0.1),
+    (0.5, "cd", "a", 0, 0, 1, 0.1),
+    (0.5, "cd", "b", 0, 0, 1, 0.2),
+    (0.5, "dcd_ngram", "a", 3, 1, 2, 0.1),
+    (0.5, "dcd_ngram", "b", 2, 0, 1, 0.2),
+    (None, "ar", "a", 0, 0, 1, 0.05),
+    (None, "ar", "b", 0, 0, 1, 0.05),
+)
+
+
+def by_method(*rows):
+    return {entry["method"]: entry for entry in summarise_rounds(table(*rows), resamples=200)}
+
+
+def test_speeds_are_ratios_of_sums():
+    found = by_method(*ROWS)
+    assert list(found) == ["ar", "cd", "dcd_ngram"]
+    assert found["cd"]["tokens_per_second"]["estimate"] == pytest.approx(3 / 0.4)
+    assert found["dcd_ngram"]["speedup"]["estimate"] == pytest.approx((3 / 0.3) / (3 / 0.4))
+    assert found["ar"]["alpha"] == "any"
+    assert found["ar"]["speedup"]["estimate"] == pytest.approx((2 / 0.1) / (3 / 0.4))
+    assert found["cd"]["speedup"]["low"] == found["cd"]["speedup"]["high"] == 1.0
+
+
+def test_accepted_length_leaves_the_verifiers_token_out():
+    found = by_method(*ROWS)["dcd_ngram"]
+    assert found["accepted_length"]["estimate"] == 0.5
+    assert found["tokens_per_round"]["estimate"] == 1.5
+    assert found["drafted_per_round"] == 2.5
+    assert (found["rounds"], found["tokens"], found["answers"]) == (2, 3, 2)
+
+
+def test_without_cd_there_is_no_speedup():
+    assert "speedup" not in by_method(*ROWS[3:5])["dcd_ngram"]
+
+
+def test_an_answer_that_ended_with_the_prefill_counts_nothing():
+    found = by_method(*ROWS[:2], *ROWS[3:5])  # cd has no round for prompt b
+    assert found["dcd_ngram"]["speedup"]["estimate"] == pytest.approx((3 / 0.3) / (2 / 0.2))
+
+
+def test_acceptance_by_position_is_conditional_on_the_earlier_drafts():
+    rows = [(0.5, "x", prompt, 3, accepted, accepted + 1, 0.1) for prompt, accepted in enumerate([0, 1, 1, 3])]
+    rows.append((0.5, "x", 9, 1, 1, 2, 0.1))  # drafted one only: says nothing about position 2
+    found = [interval.estimate for interval in acceptance_by_position(table(*rows), resamples=100)]
+    assert found == pytest.approx([4 / 5, 1 / 3, 1.0])
+
+
+def test_positions_never_reached_are_left_out():
+    rows = [(0.5, "x", prompt, 4, 0, 1, 0.1) for prompt in range(3)]
+    assert [interval.estimate for interval in acceptance_by_position(table(*rows), resamples=50)] == [0.0]
+
+
+def test_a_foreign_run_name_is_refused():
+    with pytest.raises(UserError, match="run 'first try' is not named"):
+        summarise_rounds(table(*ROWS).assign(run="first try"), resamples=10)
