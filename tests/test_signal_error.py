@@ -47,7 +47,7 @@ def test_records_cover_every_drafted_position(world, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_the_drafter_row_is_the_one_that_decoding_drafts_with(kind, monkeypatch):
-    """KL(e||p) of every position from the decode loop's own first drafts: shift, mask and rope errors would all show."""
+    """KL(e||p) of every position from the decode loop's own first drafts: shift, mask or rope errors would show."""
     pair = tiny.tiny_pair(kind, dtype=torch.float64)
     head = tiny_head(kind).double()
     prompt, alpha = Prompt("p", [2, 5, 11, 30, 3, 41, 9]), 0.5
