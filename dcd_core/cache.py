@@ -208,3 +208,14 @@ class KVCache(Cache):
         self.lengths = [self.lengths[row] for row in rows]
         self._index_rows()
         self._step = None
+
+    def extend(self, other: KVCache) -> None:
+        """Rows of another cache of the same capacity join the batch, after the present ones."""
+        if other.capacity != self.capacity:
+            raise ValueError(f"cannot join caches of {self.capacity} and {other.capacity} slots a row")
+        for layer, entering in zip(self.layers, other.layers, strict=True):
+            layer.keys = torch.cat([layer.keys, entering.keys])
+            layer.values = torch.cat([layer.values, entering.values])
+        self.lengths = self.lengths + other.lengths
+        self._index_rows()
+        self._step = None

@@ -1,8 +1,9 @@
 """The decoding loop: one loop for every method, batched, from prompts to round records.
 
-A *scorer* is a model whose rows enter the target, with its own prefix and cache. The loop holds a list of them, expert
-first; :class:`dcd_core.contrast.Target` holds their weights and temperatures in the same order. One scorer and no
-drafter is the plain expert, two and no drafter is vanilla contrastive decoding; a drafter makes either speculative.
+A *scorer* is a model whose rows enter the target, with its own prefix (and its own cache in a batch). The loop holds a
+list of them, expert first; :class:`dcd_core.contrast.Target` holds their weights and temperatures in the same order. One
+scorer and no drafter is the plain expert, two and no drafter is vanilla contrastive decoding; a drafter makes either
+speculative.
 
 A round: the drafter proposes after each row's root (the last emitted token); every scorer runs once over root and
 drafts; the verifier emits at least one token a row. The round's result comes to the host in one copy. Accounting: the
@@ -13,7 +14,9 @@ or past max_new_tokens are not accepted, so tokens = 1 + the sum of emitted.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -85,7 +88,8 @@ class Round:
 
 @dataclass
 class Generation:
-    """The answer to one prompt: ``ids`` with its stop token, and the rounds that made it."""
+    """The answer to one prompt: ``ids`` with its stop token, and the rounds that made it. ``index`` is the prompt's
+    place in the list that was given."""
 
     prompt_id: str
     sample: int
@@ -93,6 +97,7 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     prefill_s: float = 0.0
     finish: str = ""
+    index: int = 0
 
 
 @dataclass
@@ -105,7 +110,6 @@ class Scorer:
 
     model: LanguageModel
     prefix: Callable[[Prompt], list[int]] | None = None
-    cache: KVCache | None = None
 
     def prefix_ids(self, prompt: Prompt) -> list[int]:
         return self.prefix(prompt) if self.prefix else prompt.ids
@@ -136,18 +140,46 @@ def decode(
         raise UserError(f"max_batch must be at least 1, got {max_batch}")
     for prompt in prompts:  # all of them before the first is answered
         check_prompt(method.scorers, prompt, settings.max_new_tokens)
-    results = []
-    for start in range(0, len(prompts), max_batch):
-        batch = Batch(method, prompts[start : start + max_batch], settings)
-        results += batch.generations
-        reported: set[int] = set()
-        for _ in batch.run():
-            for index, generation in enumerate(batch.generations):
-                if generation.finish and index not in reported:
-                    reported.add(index)
-                    if on_finish:
-                        on_finish(generation)
-    return results
+    results: dict[int, Generation] = {}
+    for news in stream(method, prompts, settings, max_batch):
+        for generation, _ in news:
+            if generation.finish:
+                results[generation.index] = generation
+                if on_finish:
+                    on_finish(generation)
+    return [results[index] for index in range(len(prompts))]
+
+
+def stream(
+    method: Assembled, prompts: list[Prompt], settings: Settings, max_batch: int = 1
+) -> Iterator[list[tuple[Generation, list[int]]]]:
+    """The same, round by round: each row that got tokens, with these tokens.
+
+    Finished rows leave the batch and waiting prompts enter it, an eighth of the batch at a time.
+    """
+    capacities = batch_capacities(method.scorers, prompts, settings)
+    waiting = deque(enumerate(prompts))
+    batch = None
+    while waiting or (batch and batch.active):
+        free = max_batch - (len(batch.active) if batch else 0)
+        if waiting and (free >= max(1, max_batch // 8)):
+            entering = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+            fresh = Batch(method, [prompt for _, prompt in entering], settings, capacities)
+            for generation, (index, _) in zip(fresh.active, entering, strict=True):
+                generation.index = index
+            yield fresh.prefill()
+            if not (batch and batch.active):
+                batch = fresh
+            elif fresh.active:  # a row may be finished by its first token
+                batch.absorb(fresh)
+        else:
+            yield batch.round()
+
+
+def batch_capacities(scorers: list[Scorer], prompts: list[Prompt], settings: Settings) -> list[int]:
+    """Slots a row that each scorer's cache needs for any of these prompts."""
+    budget = settings.max_new_tokens + settings.gamma + 2
+    return [max((len(scorer.prefix_ids(prompt)) for prompt in prompts), default=0) + budget for scorer in scorers]
 
 
 def check_prompt(scorers: list[Scorer], prompt: Prompt, max_new_tokens: int) -> None:
@@ -170,30 +202,39 @@ def check_prompt(scorers: list[Scorer], prompt: Prompt, max_new_tokens: int) -> 
 
 
 class Batch:
-    """The rows of one batch from prefill to the last stop. Finished rows leave it."""
+    """The rows of one batch from prefill to the last stop. Finished rows leave it; another batch may join it."""
 
-    def __init__(self, method: Assembled, prompts: list[Prompt], settings: Settings):
+    def __init__(
+        self, method: Assembled, prompts: list[Prompt], settings: Settings, capacities: list[int] | None = None
+    ):
         self.method, self.settings = method, settings
-        self.scorers, self.drafter = method.scorers, method.drafter
+        # the drafter keeps the state of this batch's rows, so every batch has its own (the head is shared)
+        self.scorers, self.drafter = method.scorers, copy(method.drafter)
         self.prompts = list(prompts)
-        self.generations = [Generation(prompt.id, prompt.sample) for prompt in prompts]
-        self.active = list(self.generations)
+        self.active = [Generation(prompt.id, prompt.sample) for prompt in prompts]
+        self.capacities = capacities or batch_capacities(self.scorers, prompts, settings)
+        self.caches: list[KVCache] = []
         self.device = self.scorers[0].model.device
         self.rule = resolve_rule(self.drafter, settings)
         self.late = [False] * len(prompts)
         self.late_bad: Bool[Tensor, " batch"] | None = None
 
-    def run(self) -> Iterator[list[tuple[Generation, list[int]]]]:
-        """Yield, for the prefill and after every round, each row that got tokens and these tokens."""
-        yield self._prefill()
-        while self.active:
-            yield self._round()
+    def absorb(self, other: Batch) -> None:
+        """Another batch, between its own rounds, becomes part of this one."""
+        for cache, entering in zip(self.caches, other.caches, strict=True):
+            cache.extend(entering)
+        self.drafter.extend(other.drafter)
+        if self.late_bad is not None:
+            self.late_bad = torch.nn.functional.pad(self.late_bad, (0, len(other.active)))
+        self.root, self.keys = torch.cat([self.root, other.root]), torch.cat([self.keys, other.keys])
+        self.prompts, self.active = self.prompts + other.prompts, self.active + other.active
+        self.late = self.late + other.late
 
     # ---- prefill -------------------------------------------------------------------------------------------------
 
-    def _prefill(self) -> list[tuple[Generation, list[int]]]:
+    def prefill(self) -> list[tuple[Generation, list[int]]]:
+        """Read the prompts and emit every row's first token, which belongs to no round."""
         clock = Clock(self.device, self.settings.timing)
-        budget = self.settings.max_new_tokens + self.settings.gamma + 2
         self.keys = torch.tensor(
             [row_key(self.settings.seed, prompt.id, prompt.sample) for prompt in self.prompts], device=self.device
         )
@@ -201,12 +242,13 @@ class Batch:
         for index, scorer in enumerate(self.scorers):
             prefixes = [scorer.prefix_ids(prompt) for prompt in self.prompts]
             lengths = [len(prefix) for prefix in prefixes]
-            scorer.cache = scorer.model.new_cache(len(prefixes), max(lengths) + budget)
+            cache = scorer.model.new_cache(len(prefixes), self.capacities[index])
+            self.caches.append(cache)
             ids = torch.tensor([prefix + [0] * (max(lengths) - len(prefix)) for prefix in prefixes], device=self.device)
             last = torch.tensor(lengths, device=self.device) - 1
             wants = index == 0 and self.drafter.needs_features
-            output = scorer.model.forward(ids, scorer.cache, features=wants, select=last)
-            scorer.cache.commit(lengths)
+            output = scorer.model.forward(ids, cache, features=wants, select=last)
+            cache.commit(lengths)
             rows.append(output.logits)
             if wants:
                 features = output.features
@@ -215,7 +257,7 @@ class Batch:
         first = torch.cat([self.root[:, None], bad[:, None]], dim=1).tolist()
         self._refuse_bad([row[1] for row in first])
         tokens = [row[0] for row in first]
-        self._begin_drafter(tokens, features, budget)
+        self._begin_drafter(tokens, features)
         seconds = clock.total()
         for generation in self.active:
             generation.prefill_s = seconds / len(self.active)
@@ -225,15 +267,15 @@ class Batch:
         self._drop_finished()
         return emitted
 
-    def _begin_drafter(self, first: list[int], features: Tensor | None, budget: int) -> None:
+    def _begin_drafter(self, first: list[int], features: Tensor | None) -> None:
         prompts = [prompt.ids for prompt in self.prompts]
         width = max(map(len, prompts))
         shifted = [[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)]
         padded = [tokens + [0] * (width - len(tokens)) for tokens in shifted]
         if self.drafter.scores_amateur:
-            self.drafter.adopt(self.scorers[1].cache)
+            self.drafter.adopt(self.caches[1])
         accepted = Accepted(torch.tensor(padded, device=self.device), list(map(len, prompts)), shifted, features)
-        self.drafter.begin(prompts, accepted, budget)
+        self.drafter.begin(prompts, accepted, self.capacities[0])
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
@@ -262,7 +304,8 @@ class Batch:
         # one coin per sibling; how many siblings a tree has at most is known without looking at device data
         return Uniforms.keyed(noise.keys, noise.positions, siblings=1 if draft.linear else draft.nodes)
 
-    def _round(self) -> list[tuple[Generation, list[int]]]:
+    def round(self) -> list[tuple[Generation, list[int]]]:
+        """Draft, score, verify, keep: at least one token for every row."""
         clock = Clock(self.device, self.settings.timing)
         noise = self._noise(self.settings.gamma + 1)
         draft = self.drafter.propose(self.root, noise, self.settings.gamma)
@@ -276,7 +319,9 @@ class Batch:
                 rows.append(self.drafter.rows)
                 continue
             wants = index == 0 and self.drafter.needs_features
-            output = scorer.model.forward(tokens, scorer.cache, tree_mask=tree_mask, depths=depths, features=wants)
+            output = scorer.model.forward(
+                tokens, self.caches[index], tree_mask=tree_mask, depths=depths, features=wants
+            )
             features = output.features if wants else features
             rows.append(output.logits)
             clock.lap("expert" if index == 0 else "amateur")
@@ -321,13 +366,13 @@ class Batch:
     def _commit(self, draft: Draft, verdict: Verdict, host: list[list[int]], features: Tensor | None) -> None:
         """Keep root and accepted drafts in every cache, and tell the drafter."""
         counts = [row[3] + 1 for row in host]
-        for index, scorer in enumerate(self.scorers):
+        for index, cache in enumerate(self.caches):
             if index == 1 and self.drafter.scores_amateur:
                 continue
             if draft.linear:
-                scorer.cache.commit(counts)
+                cache.commit(counts)
             else:
-                scorer.cache.commit_path(verdict.path, counts)
+                cache.commit_path(verdict.path, counts)
         if features is not None and not draft.linear:
             features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
         emitted = [row[4 : 4 + count] for row, count in zip(host, counts, strict=True)]
@@ -395,8 +440,8 @@ class Batch:
         self.root, self.keys = self.root[rows], self.keys[rows]
         if self.late_bad is not None:
             self.late_bad = self.late_bad[rows]
-        for scorer in self.scorers:
-            scorer.cache.keep_rows(keep)
+        for cache in self.caches:
+            cache.keep_rows(keep)
         self.drafter.keep_rows(keep)
 
 

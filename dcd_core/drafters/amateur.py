@@ -57,4 +57,4 @@ class AmateurDrafter(Drafter):
         self.cache.rollback(kept)
 
     def keep_rows(self, rows: list[int]) -> None:
-        """The loop owns the cache and keeps its rows."""
+        """The loop owns the cache and keeps its rows; nothing else outlives a round."""

@@ -35,16 +35,18 @@ class Eagle3Drafter(Drafter):
         self.target_ids = head.target_ids[head.target_ids < vocab]
         self.cache: KVCache | None = None
         self.unread: Accepted | None = None
+        self.state: Tensor | None = None
 
-    def begin(self, prompts: list[list[int]], first: Accepted, budget: int) -> None:
+    def begin(self, prompts: list[list[int]], first: Accepted, capacity: int) -> None:
         weight = self.head.fc.weight
-        capacity = max(map(len, prompts)) + budget
         self.cache = KVCache.for_config(self.head.config, len(prompts), capacity, weight.dtype, weight.device, layers=1)
         self.unread = first
+        self._read_accepted()
 
     @torch.no_grad()
     def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, gamma: int) -> Draft:
-        state = self._read_accepted()
+        self._read_accepted()
+        state = self.state
         lengths = list(self.cache.lengths)
         tokens, probs = [], []
         for depth in range(gamma):
@@ -60,9 +62,12 @@ class Eagle3Drafter(Drafter):
         stacked = torch.stack(probs, dim=1) if noise.rule == "sampled" else None
         return Draft.chain(torch.stack(tokens, dim=1), rule=noise.rule, probs=stacked)
 
-    def _read_accepted(self) -> Tensor:
-        """Run the head over the newly accepted tokens with true features; the state at each row's last one."""
-        new = self.unread
+    @torch.no_grad()
+    def _read_accepted(self) -> None:
+        """Run the head over the newly accepted tokens with true features; keep the state at each row's last one."""
+        new, self.unread = self.unread, None
+        if new is None:
+            return
         width = max(new.counts)
         hidden = self.head.fuse(new.features[:, :width].to(self.head.fc.weight.dtype))
         # padding is -1
@@ -70,17 +75,26 @@ class Eagle3Drafter(Drafter):
         state = self.head.step(embeds, hidden, self.cache)
         self.cache.commit(new.counts)
         last = torch.tensor(new.counts, device=state.device)[:, None, None] - 1
-        return state.gather(1, last.expand(-1, 1, state.shape[-1]))
+        self.state = state.gather(1, last.expand(-1, 1, state.shape[-1]))
 
     def observe(self, accepted: Accepted) -> None:
+        # read when the next draft is wanted: rows that are finished now will have left by then
         self.unread = accepted
 
     def keep_rows(self, rows: list[int]) -> None:
         self.cache.keep_rows(rows)
-        index = torch.tensor(rows, device=self.unread.tokens.device)
-        self.unread = Accepted(
-            self.unread.tokens.index_select(0, index),
-            [self.unread.counts[row] for row in rows],
-            [self.unread.host_tokens[row] for row in rows],
-            self.unread.features.index_select(0, index),
-        )
+        index = torch.tensor(rows, device=self.cache.device)
+        self.state = self.state.index_select(0, index)
+        if self.unread is not None:
+            self.unread = Accepted(
+                self.unread.tokens.index_select(0, index),
+                [self.unread.counts[row] for row in rows],
+                [self.unread.host_tokens[row] for row in rows],
+                self.unread.features.index_select(0, index),
+            )
+
+    def extend(self, other: Eagle3Drafter) -> None:
+        self._read_accepted()
+        other._read_accepted()
+        self.cache.extend(other.cache)
+        self.state = torch.cat([self.state, other.state])

@@ -48,7 +48,7 @@ class NgramDrafter(Drafter):
         self.shortest, self.longest = shortest, longest
         self.rows: list[NgramIndex] = []
 
-    def begin(self, prompts: list[list[int]], first: Accepted, budget: int) -> None:
+    def begin(self, prompts: list[list[int]], first: Accepted, capacity: int) -> None:
         self.rows = [
             NgramIndex([*prompt, tokens[-1]], self.shortest, self.longest)
             for prompt, tokens in zip(prompts, first.host_tokens, strict=True)
@@ -74,3 +74,6 @@ class NgramDrafter(Drafter):
 
     def keep_rows(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
+
+    def extend(self, other: NgramDrafter) -> None:
+        self.rows = self.rows + other.rows

@@ -94,13 +94,13 @@ class Drafter:
     scores_amateur = False
     """True if proposing computes the amateur's rows as a by-product (SCD), so the loop must not run it again."""
 
-    def begin(self, prompts: list[list[int]], first: Accepted, budget: int) -> None:
+    def begin(self, prompts: list[list[int]], first: Accepted, capacity: int) -> None:
         """A new batch of rows after the prefill.
 
         Args:
             first: for every row all prompt tokens but the first, then the first emitted token, with the features of
                 the whole prompt beside them.
-            budget: slots a row may need beyond its prompt.
+            capacity: slots a row may need.
         """
 
     def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, gamma: int) -> Draft:
@@ -112,3 +112,6 @@ class Drafter:
 
     def keep_rows(self, rows: list[int]) -> None:
         """Rows not named here have left the batch."""
+
+    def extend(self, other: Drafter) -> None:
+        """The rows of another drafter of this kind join, after the present ones."""
