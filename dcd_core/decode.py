@@ -1,7 +1,7 @@
 """The decoding loop: one loop for every method, batched, from prompts to round records.
 
 A *scorer* is a model whose rows enter the target, with its own prefix (and its own cache in a batch). The loop holds a
-list of them, expert first; :class:`dcd_core.contrast.Target` holds their weights and temperatures in the same order. One
+list of them, expert first; :class:`dcd_core.contrast.Target` holds their weights and temperatures in that order. One
 scorer and no drafter is the plain expert, two and no drafter is vanilla contrastive decoding; a drafter makes either
 speculative.
 
