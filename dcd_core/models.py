@@ -24,10 +24,10 @@ class Output:
     """What one pass gives. ``logits``: fp32 (fp64 for a fp64 model), cut to the real ids. ``features``: the three
     tapped residual streams, un-normed, low | mid | high, in the model's dtype."""
 
-    logits: Float[Tensor, "batch position vocab"] | None
+    logits: Float[Tensor, "batch scored vocab"] | None
     features: Float[Tensor, "batch position features"] | None
-    hidden: Float[Tensor, "batch position hidden"]
-    """After the model's final norm: the input of its output layer."""
+    hidden: Float[Tensor, "batch scored hidden"]
+    """After the model's final norm: the input of its output layer. One position a row where one was selected."""
 
 
 def default_feature_layers(layers: int) -> tuple[int, int, int]:
