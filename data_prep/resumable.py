@@ -1,15 +1,19 @@
 """A file of finished batches that outlives a kill: what was written whole is kept, what was cut off is done again."""
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from dcd_core.errors import UserError
+
 
 class PartialFile:
     """JSON lines, a batch at a time: its records, then a line {"batch": number, ...} that makes the batch count.
 
-    Opening it drops whatever follows the last whole batch. `summaries` are the closing lines of the whole ones.
+    Opening it drops whatever follows the last whole batch. `summaries` are the closing lines of the whole ones. Raises
+    UserError while another process has it open.
     """
 
     def __init__(self, path: Path):
@@ -18,6 +22,11 @@ class PartialFile:
         self.offsets: list[int] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("a+b")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.close()
+            raise UserError(f"another process is writing {path}: wait for it or end it") from None
         self.file.truncate(self._read())
         self.file.seek(0, os.SEEK_END)
 
