@@ -80,18 +80,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     records = list(read_conversations(config.conversations))
     chat = Chat(config.expert, template_arguments(config.template_args))
-    partial = PartialFile(out.with_name(f"{out.name}.partial-{key[:12]}"))
     skips = Counter()
-    run(config, records, chat, partial, skips)
-    if not partial.offsets:
+    with PartialFile(out.with_name(f"{out.name}.partial-{key[:12]}")) as partial:
+        run(config, records, chat, partial, skips)
+        if not partial.offsets:
+            partial.remove()
+            reasons = ", ".join(f"{number} x {reason}" for reason, number in skips.most_common(3))
+            raise UserError(f"none of the {len(records)} conversations can be answered ({reasons})")
+        counts = write_answers(out, partial, {record["id"]: place for place, record in enumerate(records)})
+        report = {**summary(config, partial, counts), "skipped": dict(skips.most_common())}
+        write_json_atomic(report_path(out), {"key": key, "sha256": file_hash(out), **report})
         partial.remove()
-        reasons = ", ".join(f"{number} x {reason}" for reason, number in skips.most_common(3))
-        raise UserError(f"none of the {len(records)} conversations can be answered ({reasons})")
-    order = {record["id"]: place for place, record in enumerate(records)}
-    counts = write_answers(out, partial, order)
-    report = {**summary(config, partial, counts), "skipped": dict(skips.most_common())}
-    write_json_atomic(report_path(out), {"key": key, "sha256": file_hash(out), **report})
-    partial.remove()
     print_report(report, out)
     return 0
 

@@ -75,6 +75,12 @@ class PartialFile:
         self.file.seek(offset)
         return self.file.readline()
 
+    def __enter__(self) -> "PartialFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.file.close()
 
