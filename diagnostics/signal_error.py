@@ -13,7 +13,6 @@ import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
 
 from dataclasses import asdict, dataclass, field
 
-import pandas as pd
 import torch
 from tabulate import tabulate
 
@@ -31,6 +30,7 @@ from diagnostics.parts import Parts
 from diagnostics.position_quantities import position_quantities
 from diagnostics.position_summary import summarise_by_alpha
 from diagnostics.records import read_records, write_records
+from diagnostics.wording import points
 
 ROWS = 64  # rows of the whole vocabulary worked on at once
 
@@ -94,9 +94,10 @@ def main(argv: list[str] | None = None) -> int:
     provenance = {"settings": asdict(config), "versions": versions(), "git_sha": git_sha()}
     write_records(folder / "positions.parquet", "positions", columns, provenance)
     rows = read_records(folder / "positions.parquet", "positions").rows
-    finish_run(folder, summary(rows, config) | names)
+    by_alpha = summarise_by_alpha(rows, config.resamples, config.seed)
+    finish_run(folder, names | {"by_alpha": by_alpha})
     parts.remove()
-    print_summary(rows, config)
+    print_summary(by_alpha)
     return 0
 
 
@@ -171,12 +172,7 @@ def measure_rollout(pair: Pair, head: Eagle3Head, prompt: Prompt, rollout: Gener
     return columns
 
 
-def summary(rows: pd.DataFrame, config: Config) -> dict:
-    """What metrics.json holds: every share and mean by alpha and pooled, with intervals."""
-    return {"by_alpha": summarise_by_alpha(rows, config.resamples, config.seed)}
-
-
-def print_summary(rows: pd.DataFrame, config: Config) -> None:
+def print_summary(by_alpha: dict[str, dict]) -> None:
     """The headline shares as a table."""
     shown = {
         "signal < 1 nat": "share_signal_below_1",
@@ -187,16 +183,12 @@ def print_summary(rows: pd.DataFrame, config: Config) -> None:
         "oracle gain, top-1": "gain_top1",
         "acceptance of e": "acceptance_expert_aligned",
     }
-    table = []
-    for alpha, found in summary(rows, config)["by_alpha"].items():
-        cells = [alpha, found["positions"]]
-        for name in shown.values():
-            entry = found[name]
-            spread = "" if entry["low"] is None else f" [{100 * entry['low']:.1f}, {100 * entry['high']:.1f}]"
-            cells.append(f"{100 * entry['estimate']:.1f}{spread}")
-        table.append(cells)
+    table = [
+        [alpha, found["positions"], *(points(found[name]) for name in shown.values())]
+        for alpha, found in by_alpha.items()
+    ]
     print("percent of positions, or points; [95% interval over prompts]")
-    print(tabulate(table, headers=["alpha", "positions", *shown]))
+    print(tabulate(table, headers=["alpha", "positions", *shown], disable_numparse=True))
 
 
 if __name__ == "__main__":
