@@ -32,6 +32,10 @@ from dcd_core.methods import assemble
 from dcd_core.models import load_config, load_pair
 from dcd_core.progress import Bar
 
+PORTION = 3
+"""Conversations that are answered, and saved, together: this many times the batch size. More keep the batch full for
+longer, fewer lose less when the run is stopped."""
+
 
 @dataclass
 class Config:
@@ -138,7 +142,8 @@ def finished(out: Path, config: Config, key: str) -> bool:
 def run(config: Config, records: list[dict], chat: Chat, partial: PartialFile, skips: Counter) -> None:
     """Answer every batch that is not in `partial` yet, until all are done or there are enough tokens.
 
-    Batches are the same on every run, so one that is done again after a kill gives the same answers.
+    Portions are the same on every run, so one that is done again after a kill gives the same answers; inside one,
+    waiting conversations take the places of finished ones.
     """
     pair = load_pair(config.expert, config.amateur or None, config.dtype, config.device)
     contexts = [model.context for model in (pair.expert, pair.amateur) if model]
@@ -146,7 +151,7 @@ def run(config: Config, records: list[dict], chat: Chat, partial: PartialFile, s
     room = context - config.max_new_tokens
     if room < 1:
         raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in {context} tokens")
-    batches = plan(records, config.samples, chat, room, config.batch_size, config.seed, skips)
+    batches = plan(records, config.samples, chat, room, config.batch_size * PORTION, config.seed, skips)
     target = Target(
         alpha=config.alpha if config.method == "cd" else 0.0,
         temperature=config.temperature,

@@ -137,7 +137,8 @@ SAMPLED = ("--samples", "2", "--temperature", "1.0", "--seed", "3")
 
 
 def test_a_kill_and_the_same_command_give_the_file_of_an_uninterrupted_run(tmp_path, expert, monkeypatch):
-    run(tmp_path, expert, QUESTIONS, *SAMPLED)
+    settings = [*SAMPLED, "--batch_size", "2"]
+    run(tmp_path, expert, QUESTIONS, *settings)
     whole = (tmp_path / "answers.jsonl").read_bytes()
     real, calls = regenerate.decode, []
 
@@ -154,16 +155,16 @@ def test_a_kill_and_the_same_command_give_the_file_of_an_uninterrupted_run(tmp_p
         calls.clear()
         killed_at(number)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, expert, QUESTIONS, *SAMPLED, out="again.jsonl")
+            run(tmp_path, expert, QUESTIONS, *settings, out="again.jsonl")
         assert not (tmp_path / "again.jsonl").exists()
         # a kill inside a write leaves part of it
         (partial,) = tmp_path.glob("again.jsonl.partial-*")
         partial.write_bytes(partial.read_bytes()[: partial.stat().st_size - lost])
     calls.clear()
     killed_at(-1)
-    _, report = run(tmp_path, expert, QUESTIONS, *SAMPLED, out="again.jsonl")
+    _, report = run(tmp_path, expert, QUESTIONS, *settings, out="again.jsonl")
     assert (tmp_path / "again.jsonl").read_bytes() == whole
-    assert 0 < len(calls) < 7 and report["conversations"] == 26, "finished batches are not done again"
+    assert 0 < len(calls) < 5 and report["conversations"] == 26, "finished batches are not done again"
 
 
 def test_samples_differ_and_belong_to_prompt_and_seed(tmp_path, expert):
@@ -179,8 +180,8 @@ def test_samples_differ_and_belong_to_prompt_and_seed(tmp_path, expert):
 
 def test_limit_tokens_gives_some_of_the_same_answers(tmp_path, expert):
     every, _ = run(tmp_path, expert, QUESTIONS)
-    some, report = run(tmp_path, expert, QUESTIONS, "--limit_tokens", "50", out="some.jsonl")
-    assert 50 <= report["answer_tokens"] < 50 + 4 * 12 and len(some) < len(every)
+    some, report = run(tmp_path, expert, QUESTIONS, "--limit_tokens", "50", "--batch_size", "2", out="some.jsonl")
+    assert 50 <= report["answer_tokens"] < 50 + 3 * 2 * 12 and len(some) < len(every)
     assert some == [answer for answer in every if answer["id"] in {a["id"] for a in some}]
 
 
