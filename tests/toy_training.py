@@ -81,9 +81,9 @@ def in_child(*arguments, timeout: float = 120) -> int:
     return process.exitcode
 
 
-def child_main(argv: list[str], log: str, kill_after: float | None = None, kill_in: str = "") -> None:
-    """train.eagle3.main in this process, killed ``kill_after`` seconds after the first optimiser step began, or at a
-    place of the second save: ``rename`` (everything is written, nothing renamed), ``write`` (half is written)."""
+def child_main(argv: list[str], log: str, kill_at: tuple[int, float] | None = None, kill_in: str = "") -> None:
+    """train.eagle3.main in this process, killed ``kill_at = (steps, seconds)`` that long after so many optimiser steps
+    of this process, or at a place of its second save: ``write`` (half is written) or ``rename`` (nothing is renamed)."""
     sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115
     import torch
 
@@ -96,20 +96,20 @@ def child_main(argv: list[str], log: str, kill_after: float | None = None, kill_
     def die(*_arguments, **_options):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if kill_after is not None:
-        original = train.loop.optimiser_step
+    if kill_at is not None:
+        original, calls = train.loop.optimiser_step, []
 
-        def first(*arguments):
-            timer = threading.Timer(kill_after, die)
-            timer.daemon = True
-            timer.start()
-            train.loop.optimiser_step = original
+        def counted(*arguments):
+            calls.append(1)
+            if len(calls) == kill_at[0]:
+                timer = threading.Timer(kill_at[1], die)
+                timer.daemon = True
+                timer.start()
             return original(*arguments)
 
-        train.loop.optimiser_step = first
+        train.loop.optimiser_step = counted
     if kill_in == "rename":
-        replace, train.checkpoints.os = os.replace, _Patched(os, replace=_second(os.replace, die))
-        assert replace is os.replace
+        train.checkpoints.os = _Patched(os, replace=_second(os.replace, die))
     if kill_in == "write":
         train.checkpoints.torch = _Patched(torch, save=_second(torch.save, die))
     raise SystemExit(main(argv))

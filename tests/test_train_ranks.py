@@ -1,0 +1,69 @@
+"""Two CPU ranks behind the deepspeed launcher: the same head as one rank with twice the batch; sharded runs resume."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy_training import flags, head_weights, make_toy
+
+from train.eagle3 import main
+from train.processes import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = ["--max_steps=10", "--epochs=3"]
+
+
+def launch(*command: str) -> None:
+    """Two ranks of a script, as ``deepspeed --num_accelerators 2 SCRIPT ...`` starts them."""
+    # the variables of this process's own group must not reach the launcher
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in drop}
+    path = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators=2"]
+    done = subprocess.run(
+        [*launcher, f"--master_port={free_port()}", *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One rank with batches of 4, and two ranks with batches of 2: by the trainer itself, and in the worker's runs."""
+    folder = tmp_path_factory.mktemp("ranks")
+    toy = make_toy(folder / "toy", texts=29)
+    held_out = f"--eval_tokens={toy / 'held_out.parquet'}"
+    main(flags(toy, folder / "one", "--batch_size=4", *STEPS, held_out, "--log_every=1"))
+    launch("train/eagle3.py", *flags(toy, folder / "two", "--batch_size=2", *STEPS, held_out, "--log_every=1"))
+    launch("tests/two_ranks_worker.py", str(toy), str(folder))
+    return folder
+
+
+def difference(one: Path, two: Path) -> float:
+    weights, others = head_weights(one), head_weights(two)
+    return max((tensor.double() - others[name].double()).abs().max().item() for name, tensor in weights.items())
+
+
+def history(run: Path, name: str) -> list[float]:
+    return [entry[name] for entry in json.loads((run / "metrics.json").read_text())["history"] if name in entry]
+
+
+@pytest.mark.parametrize("run", ["two", "zero2", "zero3"])
+def test_two_ranks_equal_one_with_twice_the_batch(runs, run):
+    """29 texts: the last step of an epoch leaves a rank without texts, and nobody waits."""
+    assert difference(runs / "one", runs / run) < 1e-5
+    for name in ("loss", "accuracy/1", "acceptance/2", "grad_norm", "eval_accepted_length", "eval_loss/0"):
+        assert history(runs / run, name) == pytest.approx(history(runs / "one", name), rel=1e-4), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sharded_runs_resume_on_two_ranks(runs, stage):
+    assert difference(runs / f"zero{stage}", runs / f"again{stage}") == 0.0

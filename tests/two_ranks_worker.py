@@ -1,0 +1,29 @@
+"""What each of two ranks does in test_train_ranks.py: several runs behind one start of the launcher."""
+
+import dcd_core.environment  # noqa: F401  (first: it sets what torch and others read when they are imported)
+
+import shutil
+import sys
+from pathlib import Path
+
+from toy_training import flags
+
+from train.eagle3 import main
+from train.processes import barrier, start
+
+if __name__ == "__main__":
+    toy, folder = Path(sys.argv[-2]), Path(sys.argv[-1])
+    ranks = start(0)
+    shared = ["--batch_size=2", "--max_steps=10", "--epochs=3", f"--eval_tokens={toy / 'held_out.parquet'}", "--keep=3"]
+    for stage in (2, 3):
+        run = flags(toy, folder / f"zero{stage}", *shared, "--save_every=5", "--log_every=1")
+        run.append(f"--deepspeed_config=configs/deepspeed/zero{stage}.json")
+        main(run)
+        # stopped after step 5, and gone on with
+        again = folder / f"again{stage}"
+        if ranks.first:
+            shutil.copytree(folder / f"zero{stage}", again)
+            (again / "metrics.json").unlink()
+            shutil.rmtree(again / "checkpoints" / "step-00000010")
+        barrier()
+        main([*run, f"--output={again}"])
