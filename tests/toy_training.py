@@ -83,7 +83,7 @@ def in_child(*arguments, timeout: float = 120) -> int:
 
 def child_main(argv: list[str], log: str, kill_at: tuple[int, float] | None = None, kill_in: str = "") -> None:
     """train.eagle3.main in this process, killed ``kill_at = (steps, seconds)`` that long after so many optimiser steps
-    of this process, or at a place of its second save: ``write`` (half is written) or ``rename`` (nothing is renamed)."""
+    of this process, or at a place of its second save: ``write`` (half is written), ``rename`` (nothing is renamed)."""
     sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115
     import torch
 
