@@ -1,6 +1,7 @@
 """What every measurement starts from: prompts rendered to ids, the pair, and the head with its tapped layers."""
 
 import json
+import re
 from pathlib import Path
 
 from data_prep.chat_template import load_chat_tokenizer, render_ids, stop_ids
@@ -10,6 +11,8 @@ from dcd_core.files import file_hash
 from dcd_core.heads.checkpoint import load_head, load_head_config
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import Pair, load_pair
+
+_HASH = re.compile(r"-[0-9a-f]{12,}$")
 
 
 def load_models(expert: str, amateur: str, head: str, dtype: str, device: str) -> tuple[Pair, Eagle3Head | None]:
@@ -53,8 +56,12 @@ def read_prompts(path: str, expert: str, limit: int = 0, **template_arguments) -
 
 
 def short_name(path: str) -> str:
-    """Last part of a folder or hub id: what the report calls a model."""
-    return Path(path.rstrip("/")).name if path else "none"
+    """What the report calls a model: the last part of its hub id, or its folder's own name without a cache's hash."""
+    if not path:
+        return "none"
+    folder = Path(path).resolve() if Path(path).is_dir() else Path(path)
+    own = folder.parent.name if folder.name == "model" else folder.name  # a trained amateur stands in <run>/model
+    return _HASH.sub("", own)
 
 
 def inputs_key(prompts: str, *folders: str) -> dict[str, str]:

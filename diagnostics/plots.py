@@ -37,6 +37,7 @@ PART_STYLES = {
     "rest_ms": ("everything else", "#BBBBBB", ""),
 }
 _FONT = {"fontsize": 9}
+_EMPTY = "#e4e4e4"  # cells without any position
 
 
 def save_png(figure: Figure, path: Path | str, dpi: int = 170) -> Path:
@@ -58,7 +59,9 @@ def signal_error_map(cells: Cells, signal_shares: np.ndarray, error_shares: np.n
     main = figure.add_subplot(grid[1, 0])
     share = 100 * cells.counts / cells.counts.sum()
     # light for few: most cells hold few positions, and a dark page prints badly
-    colours = main.imshow(share, origin="lower", cmap="YlGnBu", aspect="auto", vmin=0)
+    colour_map = colormaps["YlGnBu"].with_extremes(bad=_EMPTY)
+    shown = np.where(cells.counts > 0, share, np.nan)
+    colours = main.imshow(shown, origin="lower", cmap=colour_map, aspect="auto", vmin=0)
     text = [[_share_text(share[y, x], cells.counts[y, x]) for x in range(BUCKETS)] for y in range(BUCKETS)]
     _write_cells(main, text, light=share > 0.55 * share.max(), dots=cells.few)
     _label_buckets(main)
@@ -96,7 +99,7 @@ def gain_map(cells: Cells, kind: str) -> Figure:
     shown = np.where(cells.counts > 0, mean, np.nan)
     largest = float(np.nanmax(np.abs(shown)))
     limit = 100 * (GAIN_LIMIT if kind == "top1" else min(GAIN_LIMIT, max(0.01, largest)))
-    colour_map = colormaps["PuOr"].with_extremes(bad="#f2f2f2")
+    colour_map = colormaps["PuOr"].with_extremes(bad=_EMPTY)
     axes.imshow(100 * shown, origin="lower", cmap=colour_map, aspect="auto", vmin=-limit, vmax=limit)
     sure = (low > 0) | (high < 0)
     text = [[_gain_text(mean[y, x], cells.counts[y, x]) for x in range(BUCKETS)] for y in range(BUCKETS)]
@@ -128,7 +131,7 @@ def headroom_bars(by_alpha: dict[str, dict]) -> Figure:
         axes.bar(places, values, width * 0.92, yerr=_error_bars(found, 100), capsize=2, **style)
         tops = [100 * max(0.0, entry["high"] or entry["estimate"]) for entry in found]
         for place, value, top in zip(places, values, tops, strict=True):
-            axes.text(place, top, f"{value:.1f}", ha="center", va="bottom", fontsize=8)
+            axes.text(place, top, _without_sign(f"{value:.1f}"), ha="center", va="bottom", fontsize=8)
     axes.axhline(0, color="black", lw=0.8)
     axes.set_xticks(range(len(alphas)), [f"α = {alpha}" for alpha in alphas])
     axes.set_ylabel("points per drafted token")
@@ -168,6 +171,7 @@ def acceptance_lines(entries: list[dict]) -> Figure:
     alphas = list(dict.fromkeys(entry["alpha"] for entry in entries))
     figure = Figure(figsize=(1.2 + 3.0 * len(alphas), 3.6), layout="constrained")
     panels = figure.subplots(1, len(alphas), sharey=True, squeeze=False)[0]
+    longest = max(len(entry["acceptance_by_position"]) for entry in entries)
     for axes, alpha in zip(panels, alphas, strict=True):
         shown = [entry for entry in entries if entry["alpha"] == alpha]
         for index, entry in enumerate(shown):
@@ -178,8 +182,7 @@ def acceptance_lines(entries: list[dict]) -> Figure:
             line = {"color": colour, "marker": marker, "capsize": 2, "lw": 1.5, "ms": 6, "label": entry["method"]}
             axes.errorbar(places, values, yerr=_error_bars(found, 100), **line)
         axes.set_title("no contrast" if alpha == "any" else f"α = {alpha}", **_FONT)
-        axes.set(ylim=(0, 100), xlabel="draft position")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set(ylim=(0, 100), xlim=(0.6, longest + 0.4), xlabel="draft position", xticks=range(1, longest + 1))
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("accepted (%), given the earlier ones were")
@@ -207,16 +210,26 @@ def round_time_bars(entries: list[dict]) -> Figure:
 
 
 def curves(series: dict[str, tuple[list[float], list[float]]], x_label: str, y_label: str) -> Figure:
-    """Plain lines of training or evaluation figures: name -> (x, y)."""
+    """Lines of training and held-out figures: name -> (x, y). Lines named "held-out..." are dashed with hollow marks.
+
+    A line and its held-out twin ("training, step 1" and "held-out, step 1") share their colour.
+    """
     figure = Figure(figsize=(4.8, 3.2), layout="constrained")
     axes = figure.add_subplot()
     styles = list(METHOD_STYLES.values())[::-1]
-    for index, (name, (x, y)) in enumerate(series.items()):
-        colour, marker, _ = styles[index % len(styles)]
-        axes.plot(x, y, color=colour, marker=marker, ms=4, markevery=max(1, len(x) // 12), lw=1.4, label=name)
+    twins = list(dict.fromkeys(name.partition(",")[2] for name in series))
+    for name, (x, y) in series.items():
+        colour, marker, _ = styles[twins.index(name.partition(",")[2]) % len(styles)]
+        held_out = name.startswith("held-out")
+        style = {"color": colour, "marker": marker, "ms": 5, "lw": 1.4, "markevery": max(1, len(x) // 12)}
+        if held_out:
+            style |= {"ls": "--", "mfc": "white"}
+        axes.plot(x, y, label=name, **style)
     axes.set(xlabel=x_label, ylabel=y_label)
+    if min(min(y) for _, y in series.values()) >= 0:
+        axes.set_ylim(bottom=0)
     if len(series) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=7, ncols=2 if len(series) > 4 else 1)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -240,6 +253,11 @@ def _gain_text(value: float, count: int) -> str:
     """A value in points; nothing where there is no position, "0" where rounding leaves only a sign."""
     text = f"{100 * value:+.1f}" if count else ""
     return "0" if text in ("+0.0", "-0.0") else text
+
+
+def _without_sign(text: str) -> str:
+    """A zero that rounding has left a sign loses it."""
+    return "0.0" if text == "-0.0" else text
 
 
 def _share_text(share: float, count: int) -> str:
@@ -268,4 +286,4 @@ def _write_cells(axes: Axes, text: list, light: np.ndarray, dots: np.ndarray, bo
             axes.text(x, y, text[y][x], ha="center", va="center", color=colour, weight=weight, **_FONT)
             if dots[y, x]:
                 axes.plot(x + 0.38, y + 0.34, "o", color=colour, ms=4)
-    axes.set_title(f"dot: fewer than {FEW} positions", fontsize=8, loc="right")
+    axes.set_title(f"dot: fewer than {FEW} positions; grey: none", fontsize=8, loc="right")

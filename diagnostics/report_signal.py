@@ -72,7 +72,7 @@ def headroom_sentence(by_alpha: dict[str, dict]) -> str:
         headroom, base = found["mean_headroom_tv"], found["acceptance_expert_aligned"]["estimate"]
         length = sum(base**i for i in range(1, GAMMA + 1))
         added = length_gain(base, headroom["estimate"], GAMMA)
-        share = f", {100 * added / length:.0f}%" if length else ""
+        share = f", {100 * added / length:.0f}%" if added <= length else ""  # of next to nothing it says nothing
         parts.append(f"{points(headroom, 2)} points at alpha {alpha} (+{added:.2f} accepted drafts a round{share})")
     return (
         "A drafter that aims at the contrast instead of the expert, at equal error, can gain at most "

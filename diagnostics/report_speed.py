@@ -14,7 +14,7 @@ SPEED_CAPTION = (
     "Tokens per second over those of vanilla contrastive decoding on the same prompts, as a ratio of sums. Diamonds: "
     "what the cost model predicts from the accepted length and from single passes timed alone before the run."
 )
-TIME_CAPTION = "Where the time of one round goes, and what a token costs."
+TIME_CAPTION = "Where the time of one round goes, and what a token costs. With scd it is the amateur that drafts."
 ACCEPTANCE_CAPTION = (
     "Share of drafts accepted at each place of the draft, among rounds in which all earlier drafts were. "
     "Lines are 95% intervals over prompts."

@@ -26,11 +26,7 @@ def training_section(run: Run, page: Path, resamples: int, seed: int) -> Section
     sizes = [f"{count(metrics[name])} {name.replace('_', ' ')}" for name in ("texts", "tokens") if name in metrics]
     steps = f"{count(metrics.get('steps', 0))} optimiser steps"
     section.text = [f"{steps} on {', '.join(sizes)}." if sizes else f"{steps}."]
-    held_out = metrics.get("eval", {})
-    if "accepted_length" in held_out:
-        length, tokens = held_out["accepted_length"], count(metrics.get("tokens", 0))
-        sentence = f"{run.name}: {length:.2f} accepted drafts a round on held-out texts after {tokens} tokens."
-        section.headlines = [Headline("Training", sentence, "By replay of held-out answers.")]
+    section.headlines = [Headline("Training", *words) for words in (head_words(run), amateur_words(run)) if words]
     for group, series in curves_of(history).items():
         figure = plots.curves(series, "optimiser step", LABELS.get(group, group.replace("_", " ")))
         path = plots.save_png(figure, page / f"{run.name}-{group}.png")
@@ -38,6 +34,28 @@ def training_section(run: Run, page: Path, resamples: int, seed: int) -> Section
     section.tables = held_out_tables(metrics)
     section.records = link(run.folder / "metrics.json", page)
     return section
+
+
+def head_words(run: Run) -> tuple[str, str] | None:
+    """What a head's training came to, where it was evaluated."""
+    length = run.metrics.get("eval", {}).get("accepted_length")
+    if length is None:
+        return None
+    tokens = count(run.metrics.get("answer_tokens", run.metrics.get("tokens", 0)))
+    sentence = f"{run.name}: {length:.2f} accepted drafts a round on held-out texts, trained on {tokens} answer tokens."
+    return sentence, "By replay of held-out answers."
+
+
+def amateur_words(run: Run) -> tuple[str, str] | None:
+    """How near a distilled amateur is to its expert, and what it costs."""
+    held_out, times = run.metrics.get("held_out", {}), run.metrics.get("latency", {})
+    if "top1_agreement" not in held_out:
+        return None
+    sentence = (
+        f"{run.name}: agrees with the expert on {100 * held_out['top1_agreement']:.1f}% of held-out tokens, "
+        f"KL(expert||amateur) {held_out['kl']:.2f} nats."
+    )
+    return sentence, f"One pass takes {times['latency_ratio']:.2f} of the expert's time." if times else ""
 
 
 def curves_of(history: list[dict]) -> dict[str, dict[str, tuple[list, list]]]:
@@ -76,11 +94,12 @@ def held_out_tables(metrics: dict) -> list[Table]:
             by_step.setdefault(stepped[2], {})[int(stepped[3])] = value
         elif isinstance(value, int | float):
             single.append([name, f"{value:.4g}"])
-    single += [
-        [name, f"{value:.4g}" if isinstance(value, float) else count(value)]
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
+    for values in (metrics.get("held_out", {}), metrics.get("latency", {}), metrics):
+        single += [
+            [name, f"{value:.4g}" if isinstance(value, float) else count(value)]
+            for name, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
     tables = [Table("Figures of the run", ["figure", "value"], single)] if single else []
     if by_step:
         steps = sorted({step for values in by_step.values() for step in values})

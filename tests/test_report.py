@@ -55,7 +55,9 @@ def benchmark_run(folder, latency=LATENCY, agreement=()):
 
 def head_run(folder):
     last = {"loss": 3.1, "accuracy/0": 0.41, "accuracy/1": 0.33, "accepted_length": 1.2}
-    write_metrics(folder, {"steps": 20, "texts": 5, "tokens": 60000, "history": HISTORY, "eval": last})
+    write_metrics(
+        folder, {"steps": 20, "texts": 5, "tokens": 60000, "answer_tokens": 50000, "history": HISTORY, "eval": last}
+    )
 
 
 def make(tmp_path, *more):
@@ -68,6 +70,18 @@ def text_of(page):
     return " ".join(
         re.sub(r"<[^>]+>", " ", re.sub(r"<style>.*?</style>|data:image[^\"]*", "", page, flags=re.S)).split()
     )
+
+
+def test_an_amateur_is_described_by_how_near_it_is(tmp_path):
+    held_out = {"kl": 1.064, "top1_agreement": 0.587, "amateur_perplexity": 9.5}
+    times = {"expert_ms": 40.0, "amateur_ms": 24.0, "latency_ratio": 0.6}
+    history = [{"step": 10, "loss": 2.0, "accuracy/0": 0.5}]
+    metrics = {"steps": 10, "history": history, "held_out": held_out, "latency": times, "layers": [0, 1]}
+    write_metrics(tmp_path / "runs" / "amateur", metrics)
+    text = text_of(make(tmp_path))
+    assert "agrees with the expert on 58.7% of held-out tokens, KL(expert||amateur) 1.06 nats" in text
+    assert "One pass takes 0.60 of the expert's time" in text.replace("&#39;", "'")
+    assert "amateur_perplexity 9.5" in text
 
 
 @pytest.fixture
@@ -91,7 +105,7 @@ def test_the_page_holds_everything_and_needs_no_other_file(everything):
     for words in ("the signal is below 1 nat at", "can gain at most", "As a multiple of vanilla contrastive decoding"):
         assert words in text
     assert "Lossless: 99 of 100 texts equal" in text and "near-tie" in text
-    assert "head: 1.20 accepted drafts a round on held-out texts after 60,000 tokens" in text
+    assert "head: 1.20 accepted drafts a round on held-out texts, trained on 50,000 answer tokens" in text
     assert "Paper: 81.1% and 48.7%" in text and "Liu et al., arXiv 2608.12913" in text
     assert "settings-of-signal" in text and "made benchmark &lt;with&gt; &amp; without" in page
     for folder in ("signal/positions.parquet", "benchmark/rounds.parquet"):

@@ -12,6 +12,7 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.methods import assemble
+from diagnostics.loading import short_name
 from diagnostics.records import read_records
 
 
@@ -137,3 +138,14 @@ def test_bad_prompt_files_are_named_with_their_line(world, tmp_path, lines, mess
     (tmp_path / "bad.jsonl").write_text(lines)
     with pytest.raises(UserError, match=message):
         entry.main(flags(world, tmp_path / "out", f"--prompts={tmp_path / 'bad.jsonl'}"))
+
+
+def test_models_are_called_by_their_own_names(tmp_path):
+    """A link, a cache's hash and the folder "model" of a training run say nothing to a reader."""
+    (tmp_path / "smol-instruct-0123456789ab").mkdir()
+    (tmp_path / "expert").symlink_to(tmp_path / "smol-instruct-0123456789ab")
+    (tmp_path / "amateur" / "model").mkdir(parents=True)
+    assert short_name(str(tmp_path / "expert")) == "smol-instruct"
+    assert short_name(str(tmp_path / "amateur" / "model")) == "amateur"
+    assert short_name("meta-llama/Llama-3.1-8B-Instruct") == "Llama-3.1-8B-Instruct"
+    assert short_name("") == "none"
