@@ -1,0 +1,178 @@
+"""Accepted length of one or more EAGLE3 heads on the same rollouts, by replay.
+
+    python diagnostics/accepted_length.py --expert EXPERT --amateur AMATEUR --heads runs/a/head runs/b/head \\
+        --prompts held_out.jsonl --alphas 0.1 0.5 --output runs/accepted_length
+
+Vanilla contrastive decoding answers every prompt once per alpha, greedily. Every lossless method would emit the same
+tokens, so the rounds of `dcd_eagle3` follow from that rollout alone (dcd_core/replay.py): each head is unrolled on its
+own drafts over the stored text, and no further pass of expert or amateur is needed. Writes metrics.json and prints
+accepted length (L, the extra token not counted) with its 95% interval over prompts. A stopped run goes on where it was.
+"""
+
+import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
+
+from dataclasses import asdict, dataclass, field
+
+import torch
+from tabulate import tabulate
+
+from data_prep.chat_template import template_arguments
+from dcd_core.config import finish_run, parse_config, run_entry, save_run
+from dcd_core.contrast import Target
+from dcd_core.decode import Prompt, Settings, decode
+from dcd_core.errors import UserError
+from dcd_core.files import content_hash
+from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.methods import assemble
+from dcd_core.models import Pair
+from dcd_core.progress import Bar
+from dcd_core.replay import Rollout, replay
+from diagnostics.loading import inputs_key, load_models, read_prompts
+from diagnostics.parts import Parts
+from diagnostics.resampling import paired_difference, ratio_of_sums
+from diagnostics.wording import plain
+
+
+@dataclass
+class Config:
+    """Settings of the comparison."""
+
+    expert: str = field(metadata={"help": "expert: model folder or hub id"})
+    amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
+    heads: list[str] = field(metadata={"help": "EAGLE3 heads (folders or hub ids); the first is the base"})
+    prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
+    output: str = field(metadata={"help": "folder for the result"})
+    alphas: list[float] = field(default_factory=lambda: [0.1, 0.5], metadata={"help": "contrast strengths"})
+    gamma: int = field(default=5, metadata={"help": "drafts per round"})
+    limit: int = field(default=0, metadata={"help": "use the first so many prompts (0: all)"})
+    max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
+    batch: int = field(default=16, metadata={"help": "prompts at a time"})
+    dtype: str = field(default="bfloat16", metadata={"help": "float32 or bfloat16"})
+    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
+    seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
+    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
+    template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
+    overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
+
+    def __post_init__(self):
+        for name, items in (("--heads", self.heads), ("--alphas", self.alphas)):
+            if not items or len(set(items)) < len(items):
+                raise ValueError(f"{name} must name at least one, and none twice; got {items}")
+        if min(self.gamma, self.batch, self.resamples) < 1 or self.max_new_tokens < 2 or self.limit < 0:
+            raise ValueError("--gamma, --batch, --resamples must be 1 or more, --max_new_tokens 2, --limit 0 or more")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Roll out once per alpha, replay every head, compare."""
+    config = parse_config(Config, argv, description=__doc__)
+    prompts, stops = read_prompts(
+        config.prompts, config.expert, config.limit, **template_arguments(config.template_args)
+    )
+    pair, heads = load_heads(config)
+    folder = save_run(config.output, config, argv, config.overwrite)
+    parts = Parts(folder, result_settings(config), config.overwrite)
+    rounds = []
+    with Bar(len(prompts) * len(config.alphas), "rollouts and replay", unit="prompts") as bar:
+        for alpha in config.alphas:
+            for start in range(0, len(prompts), config.batch):
+                batch = prompts[start : start + config.batch]
+                name = f"alpha{alpha:g}-{content_hash([prompt.id for prompt in batch])[:16]}"
+                piece = parts.get(name)
+                if piece is None:
+                    piece = replay_batch(pair, heads, batch, stops, alpha, config)
+                    parts.put(name, piece)
+                rounds += piece
+                bar.update(len(batch), f"alpha {alpha:g}")
+    found = compare(rounds, config)
+    finish_run(folder, {"accepted_length": found})
+    parts.remove()
+    print_table(found)
+    return 0
+
+
+def load_heads(config: Config) -> tuple[Pair, dict[str, Eagle3Head]]:
+    """The pair, and every head by the name it was given.
+
+    Raises:
+        UserError: heads that tap different layers, which one pass of the expert cannot serve.
+    """
+    heads = {}
+    for name in config.heads:
+        pair, head = load_models(config.expert, config.amateur, name, config.dtype, config.device)
+        heads[name] = head
+        if head.config.feature_layers != heads[config.heads[0]].config.feature_layers:
+            raise UserError(f"{name} taps other layers than {config.heads[0]}; compare them in two runs")
+    return pair, heads
+
+
+def result_settings(config: Config) -> dict:
+    """What decides a batch's rounds."""
+    left_out = ("output", "overwrite", "alphas", "limit", "seed", "resamples", "device")
+    kept = {name: value for name, value in asdict(config).items() if name not in left_out}
+    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *config.heads)}
+
+
+def replay_batch(
+    pair: Pair,
+    heads: dict[str, Eagle3Head],
+    prompts: list[Prompt],
+    stops: tuple[int, ...],
+    alpha: float,
+    config: Config,
+) -> list[dict]:
+    """Per prompt and head the sums over its rounds."""
+    target = Target(alpha=alpha, temperature=0.0)
+    settings = Settings(target=target, max_new_tokens=config.max_new_tokens, stop_ids=stops)
+    found = []
+    for prompt, made in zip(
+        prompts, decode(assemble("cd", pair), prompts, settings, max_batch=len(prompts)), strict=True
+    ):
+        ids = torch.tensor(prompt.ids + made.ids, device=pair.expert.device)
+        features = pair.expert.forward_full(ids[None], features=True, logits=False).features[0]
+        rollout = Rollout(ids, len(prompt.ids), features)
+        for name, head in heads.items():
+            rounds = replay(head, pair.expert.embedding, rollout, config.gamma)
+            row = {"alpha": alpha, "head": name, "prompt": prompt.id, "rounds": len(rounds)}
+            found.append(row | {"accepted": sum(r[1] for r in rounds), "emitted": sum(r[2] for r in rounds)})
+    return found
+
+
+def compare(rounds: list[dict], config: Config) -> list[dict]:
+    """L and tokens per round of every head at every alpha, and its difference from the first head, with intervals."""
+    options = {"resamples": config.resamples, "seed": config.seed}
+    found = []
+    for alpha in config.alphas:
+        arms = {}
+        for head in config.heads:
+            rows = [row for row in rounds if row["alpha"] == alpha and row["head"] == head and row["rounds"]]
+            columns = {key: [row[key] for row in rows] for key in ("prompt", "rounds", "accepted", "emitted")}
+            arms[head] = (columns["prompt"], columns["accepted"], columns["rounds"])
+            entry = {"alpha": alpha, "head": head, "prompts": len(rows), "rounds": sum(columns["rounds"])}
+            entry["accepted_length"] = ratio_of_sums(*arms[head], **options).as_dict()
+            per_round = ratio_of_sums(columns["prompt"], columns["emitted"], columns["rounds"], **options)
+            entry["tokens_per_round"] = per_round.as_dict()
+            if head != config.heads[0]:
+                entry["difference"] = paired_difference(arms[head], arms[config.heads[0]], **options).as_dict()
+            found.append(entry)
+    return found
+
+
+def print_table(found: list[dict]) -> None:
+    """The comparison as a table."""
+    table = [
+        [
+            f"{entry['alpha']:g}",
+            entry["head"],
+            entry["rounds"],
+            plain(entry["accepted_length"], 3),
+            plain(entry["tokens_per_round"], 3),
+            plain(entry["difference"], 3) if "difference" in entry else "",
+        ]
+        for entry in found
+    ]
+    headers = ["alpha", "head", "rounds", "accepted length L", "tokens per round", "L minus the first head's"]
+    print(tabulate(table, headers=headers, disable_numparse=True))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_entry(main))
