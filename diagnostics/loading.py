@@ -1,5 +1,6 @@
 """What every measurement starts from: prompts rendered to ids, the pair, and the head with its tapped layers."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -64,16 +65,29 @@ def short_name(path: str) -> str:
     return _HASH.sub("", own)
 
 
-def inputs_key(prompts: str, *folders: str) -> dict[str, str]:
-    """What a partial result is keyed by: hashes of the prompts and of local models' configs, sizes of their weights."""
-    key = {"prompts": file_hash(prompts)}
-    for folder in folders:
-        config = Path(folder) / "config.json"
-        if folder and config.is_file():
-            weights = Path(folder) / "model.safetensors"
-            size = str(weights.stat().st_size) if weights.is_file() else ""
-            key[folder] = file_hash(config) + size
-    return key
+def inputs_key(prompts: str, *models: str) -> dict[str, str]:
+    """What a partial result is keyed by: the prompts' hash, and fingerprints of models in local folders."""
+    folders = [model for model in models if model and Path(model).is_dir()]
+    return {"prompts": file_hash(prompts)} | {folder: fingerprint(folder) for folder in folders}
+
+
+def fingerprint(folder: str) -> str:
+    """Hash of a model folder: its config whole, and 16 samples spread over each of its weight files.
+
+    Training changes weights everywhere, so samples see it, and a large model need not be read whole.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.name == "config.json":
+            digest.update(path.read_bytes())
+        elif path.suffix in (".safetensors", ".bin"):
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size};".encode())
+            with path.open("rb") as handle:
+                for sample in range(16):
+                    handle.seek(size * sample // 16)
+                    digest.update(handle.read(65536))
+    return digest.hexdigest()
 
 
 def _lines(path: str) -> list[str]:

@@ -1,6 +1,7 @@
 """The study end to end on tiny models: what it records, that it goes on after a stop, and what it refuses."""
 
 import json
+import shutil
 
 import pytest
 import tiny
@@ -11,8 +12,9 @@ import diagnostics.signal_error as entry
 from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
+from dcd_core.heads.checkpoint import save_head
 from dcd_core.methods import assemble
-from diagnostics.loading import short_name
+from diagnostics.loading import inputs_key, short_name
 from diagnostics.records import read_records
 
 
@@ -149,3 +151,16 @@ def test_models_are_called_by_their_own_names(tmp_path):
     assert short_name(str(tmp_path / "amateur" / "model")) == "amateur"
     assert short_name("meta-llama/Llama-3.1-8B-Instruct") == "Llama-3.1-8B-Instruct"
     assert short_name("") == "none"
+
+
+def test_another_head_in_the_same_place_is_noticed(world, tmp_path):
+    """A stopped run must not be finished with retrained weights."""
+    copied = tmp_path / "world"
+    shutil.copytree(world, copied)
+    before = inputs_key(str(copied / "prompts.jsonl"), str(copied / "head"))
+    head = tiny_head("smol")
+    with torch.no_grad():
+        head.fc.weight.add_(1e-3)
+    save_head(copied / "head", head)
+    assert inputs_key(str(copied / "prompts.jsonl"), str(copied / "head")) != before
+    assert inputs_key(str(world / "prompts.jsonl"), str(world / "head"))["prompts"] == before["prompts"]
