@@ -100,6 +100,21 @@ def test_rows_leave_and_change_places(model):
     assert rows.cache.batch == 1 and rows.cache.lengths == [9]
 
 
+def test_rows_of_another_batch_join(model):
+    rows, others = ragged(model), Rows(model, [words(4, 6), words(11, 7)])
+    rows.cache.extend(others.cache)
+    rows.texts += others.texts
+    assert rows.cache.batch == 5 and rows.cache.lengths == [5, 9, 2, 4, 11]
+    rows.append([words(3, seed) for seed in range(5)], [3, 0, 1, 2, 3])
+    rows.append([words(2, seed) for seed in range(5)], [2] * 5)
+
+
+def test_batches_of_different_capacity_do_not_join(models):
+    model = models["smol", torch.float32]
+    with pytest.raises(ValueError, match="cannot join caches of 8 and 9 slots a row"):
+        model.new_cache(1, 8).extend(model.new_cache(1, 9))
+
+
 def tree_inputs() -> tuple[torch.Tensor, torch.Tensor, list[list[list[int]]]]:
     """Tree mask, depths, and for every column its ancestors from the root down to itself."""
     mask, depths, lines = torch.zeros(2, 7, 7, dtype=torch.bool), torch.zeros(2, 7, dtype=torch.int64), []
