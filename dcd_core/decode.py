@@ -157,7 +157,7 @@ def stream(
 
     Finished rows leave the batch and waiting prompts enter it, an eighth of the batch at a time.
     """
-    capacities = batch_capacities(method.scorers, prompts, settings)
+    capacities = batch_capacities(method, prompts, settings)
     waiting = deque(enumerate(prompts))
     batch = None
     while waiting or (batch and batch.active):
@@ -176,10 +176,11 @@ def stream(
             yield batch.round()
 
 
-def batch_capacities(scorers: list[Scorer], prompts: list[Prompt], settings: Settings) -> list[int]:
+def batch_capacities(method: Assembled, prompts: list[Prompt], settings: Settings) -> list[int]:
     """Slots a row that each scorer's cache needs for any of these prompts."""
-    budget = settings.max_new_tokens + settings.gamma + 2
-    return [max((len(scorer.prefix_ids(prompt)) for prompt in prompts), default=0) + budget for scorer in scorers]
+    budget = settings.max_new_tokens + method.drafter.most_nodes(settings.gamma) + 2
+    longest = [max((len(scorer.prefix_ids(prompt)) for prompt in prompts), default=0) for scorer in method.scorers]
+    return [length + budget for length in longest]
 
 
 def check_prompt(scorers: list[Scorer], prompt: Prompt, max_new_tokens: int) -> None:
@@ -212,7 +213,7 @@ class Batch:
         self.scorers, self.drafter = method.scorers, copy(method.drafter)
         self.prompts = list(prompts)
         self.active = [Generation(prompt.id, prompt.sample) for prompt in prompts]
-        self.capacities = capacities or batch_capacities(self.scorers, prompts, settings)
+        self.capacities = capacities or batch_capacities(method, prompts, settings)
         self.caches: list[KVCache] = []
         self.device = self.scorers[0].model.device
         self.rule = resolve_rule(self.drafter, settings)

@@ -94,6 +94,10 @@ class Drafter:
     scores_amateur = False
     """True if proposing computes the amateur's rows as a by-product (SCD), so the loop must not run it again."""
 
+    def most_nodes(self, gamma: int) -> int:
+        """Most nodes that one draft may have: the caches keep room for a pass over all of them."""
+        return gamma
+
     def begin(self, prompts: list[list[int]], first: Accepted, capacity: int) -> None:
         """A new batch of rows after the prefill.
 

@@ -1,0 +1,60 @@
+"""What decoding must give, in the plainest way: stock models, no cache, one row, one token at a time."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from tiny import VOCAB, tiny_model, tiny_pair
+
+from dcd_core.decode import Prompt
+from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.models import LanguageModel, Pair
+
+
+@torch.no_grad()
+def greedy(experts: list, weights: list[float], prompts: list[list[int]], count: int, cutoff: float = 0.0) -> list[int]:
+    """``count`` tokens of argmax sum_m weight_m log pi_m, each model on its own prompt."""
+    answer = []
+    for _ in range(count):
+        combined, first = 0.0, None
+        for model, weight, prompt in zip(experts, weights, prompts, strict=True):
+            logits = model.model(torch.tensor([prompt + answer]), use_cache=False).logits[0, -1, :VOCAB]
+            row = logits.log_softmax(-1)
+            first = row if first is None else first
+            combined = combined + weight * row if weight else combined
+        allowed = first.exp() >= cutoff * first.exp().max()
+        answer.append(combined.masked_fill(~allowed, -torch.inf).argmax().item())
+    return answer
+
+
+def greedy_cd(pair: Pair, prompt: list[int], alpha: float, count: int, cutoff: float = 0.0) -> list[int]:
+    """Vanilla greedy contrastive decoding [DCD, Eq. 1] of one prompt."""
+    return greedy([pair.expert, pair.amateur], [1 + alpha, -alpha], [prompt] * 2, count, cutoff)
+
+
+def some_prompts(count: int, seed: int = 0) -> list[Prompt]:
+    """Prompts of different lengths; every second one repeats itself, so that n-grams are found."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = []
+    for index in range(count):
+        ids = torch.randint(8, VOCAB, (2 + 3 * index,), generator=generator).tolist()
+        prompts.append(Prompt(f"p{index}", ids * 2 if index % 2 else ids))
+    return prompts
+
+
+def tiny_head(pair: Pair, seed: int = 1, vocabulary=None) -> Eagle3Head:
+    """An untrained head whose output layer is the expert's."""
+    rows = pair.expert.model.lm_head.weight.float()
+    return Eagle3Head.from_expert(pair.expert.config, vocabulary, seed=seed, output_rows=rows).to(pair.expert.dtype)
+
+
+def near_pair(kind: str, noise: float, dtype: torch.dtype = torch.float64, seed: int = 0) -> Pair:
+    """An amateur that is the expert with noise on its weights: its drafts often pass, and with no noise always."""
+    pair = tiny_pair(kind, seed, dtype)
+    stock = copy.deepcopy(tiny_model(kind, seed, dtype=dtype).model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in stock.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator, dtype=dtype), alpha=noise)
+    return Pair(pair.expert, LanguageModel(stock, VOCAB), pair.tokenizer)

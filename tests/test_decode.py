@@ -1,0 +1,389 @@
+"""Every method, drafter, batch size and rule gives the text of the plainest loop."""
+
+import pytest
+import torch
+from naive import greedy, greedy_cd, near_pair, some_prompts, tiny_head
+from tiny import KINDS, VOCAB, tiny_model, tiny_pair
+
+from dcd_core.contrast import Target
+from dcd_core.decode import Assembled, Prompt, Scorer, Settings, decode, stream
+from dcd_core.draft import Draft
+from dcd_core.drafters.amateur import AmateurDrafter
+from dcd_core.drafters.eagle3 import Eagle3Drafter
+from dcd_core.drafters.ngram import NgramDrafter
+from dcd_core.drafters.protocol import Drafter
+from dcd_core.errors import UserError
+from dcd_core.methods import METHODS, assemble
+
+TOKENS = 9
+PROMPTS = some_prompts(4)
+CONTRAST = [name for name in METHODS if name not in ("ar", "expert_sd")]
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """Tiny pairs in fp64, with a head each."""
+    made = {kind: tiny_pair(kind, dtype=torch.float64) for kind in KINDS}
+    return {kind: (pair, tiny_head(pair)) for kind, pair in made.items()}
+
+
+@pytest.fixture(scope="module")
+def near():
+    """Pairs whose amateur's drafts often pass."""
+    return near_pair("llama3", 0.01), near_pair("llama3", 0.0)
+
+
+@pytest.fixture(scope="module")
+def plain(pairs):
+    """Greedy contrastive texts by the plainest loop."""
+    return {
+        (kind, alpha): [greedy_cd(pair, prompt.ids, alpha, TOKENS) for prompt in PROMPTS]
+        for kind, (pair, _) in pairs.items()
+        for alpha in (0.0, 0.1, 0.5)
+    }
+
+
+def greedy_settings(alpha: float = 0.0, **fields) -> Settings:
+    return Settings(Target(alpha=alpha, temperature=0.0), **{"max_new_tokens": TOKENS, "gamma": 3, **fields})
+
+
+def noisy_settings(alpha: float, rule: str, **fields) -> Settings:
+    return Settings(Target(alpha=alpha), **{"max_new_tokens": TOKENS, "gamma": 3, "seed": 5, "rule": rule, **fields})
+
+
+def texts(generations) -> list[list[int]]:
+    return [generation.ids for generation in generations]
+
+
+def accepted(generations) -> int:
+    return sum(entry.accepted for generation in generations for entry in generation.rounds)
+
+
+# ---- temperature 0 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_is_the_cache_free_loop_s(pairs, plain, kind, alpha):
+    for name in METHODS:
+        found = decode(assemble(name, *pairs[kind]), PROMPTS, greedy_settings(alpha), max_batch=4)
+        expected = plain[kind, alpha if name in CONTRAST else 0.0]
+        assert texts(found) == expected, name
+        assert [(g.prompt_id, g.sample, g.finish) for g in found] == [(p.id, 0, "length") for p in PROMPTS]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_of_single_rows_is_the_same(pairs, plain, kind, name):
+    found = decode(assemble(name, *pairs[kind]), PROMPTS[1:3], greedy_settings(0.5), max_batch=1)
+    assert texts(found) == plain[kind, 0.5 if name in CONTRAST else 0.0][1:3]
+
+
+def test_a_contrast_changes_the_text(plain):
+    for kind in KINDS:
+        assert plain[kind, 0.5] != plain[kind, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ar_is_stock_generate(pairs, kind):
+    pair, _ = pairs[kind]
+    found = decode(assemble("ar", pair), PROMPTS, greedy_settings(stop_ids=(3, 40, 41)), max_batch=4)
+    for prompt, generation in zip(PROMPTS, found, strict=True):
+        ids = pair.expert.model.generate(
+            torch.tensor([prompt.ids]),
+            attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            eos_token_id=[3, 40, 41],
+            pad_token_id=1,
+            suppress_tokens=list(range(VOCAB, pair.expert.config.vocab_size)) or None,
+        )
+        assert ids[0, len(prompt.ids) :].tolist() == generation.ids
+
+
+def test_a_cutoff_is_part_of_every_method(pairs):
+    pair, head = pairs["llama3"]
+    expected = [greedy_cd(pair, prompt.ids, 0.5, TOKENS, cutoff=0.8) for prompt in PROMPTS]
+    assert expected != [greedy_cd(pair, prompt.ids, 0.5, TOKENS) for prompt in PROMPTS], "the cutoff matters here"
+    settings = Settings(Target(alpha=0.5, temperature=0.0, cutoff=0.8), max_new_tokens=TOKENS, gamma=3)
+    for name in CONTRAST:
+        assert texts(decode(assemble(name, pair, head), PROMPTS, settings, max_batch=4)) == expected
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5])
+def test_rows_that_accept_different_numbers_of_drafts(near, alpha):
+    pair = near[0]
+    found = decode(assemble("scd", pair), PROMPTS, greedy_settings(alpha, max_new_tokens=16), max_batch=4)
+    assert texts(found) == [greedy_cd(pair, prompt.ids, alpha, 16) for prompt in PROMPTS]
+    counts = {entry.accepted for generation in found for entry in generation.rounds}
+    assert 3 in counts and len(counts) > 1 and len({len(generation.rounds) for generation in found}) > 1
+
+
+class Scripted(Drafter):
+    """Proposes the true continuation with errors at chosen places, as a chain or inside a tree."""
+
+    needs_features = True
+
+    def __init__(self, truth: dict[tuple[int, ...], list[int]], tree: bool):
+        self.truth, self.tree, self.texts = truth, tree, []
+
+    def most_nodes(self, gamma):
+        return 2 * gamma + 1 if self.tree else gamma
+
+    def begin(self, prompts, first, capacity):
+        self.prompts = [tuple(prompt) for prompt in prompts]
+        self.done = [1] * len(prompts)
+
+    def propose(self, root, noise, gamma):
+        lines = []
+        for prompt, done in zip(self.prompts, self.done, strict=True):
+            line = (self.truth[prompt][done : done + gamma] + [7] * gamma)[:gamma]
+            # every third place of the text is guessed wrongly
+            lines.append([(token + (place % 3 == 2)) % VOCAB for place, token in enumerate(line, start=done)])
+        tokens = torch.tensor(lines)
+        if not self.tree:
+            return Draft.chain(tokens, rule=noise.rule)
+        # a wrong sibling before each true token, and children below the wrong ones too
+        wrong = (tokens + 1) % VOCAB
+        nodes = torch.stack([wrong, tokens], dim=2).flatten(1)
+        parents = torch.tensor([[-1, -1] + [node - 1 - node % 2 for node in range(2, 2 * gamma)]]).expand_as(nodes)
+        nodes, parents = torch.cat([nodes, tokens[:, 1:2]], dim=1), torch.cat([parents, 0 * parents[:, :1]], dim=1)
+        return Draft(nodes, parents.contiguous(), torch.ones_like(nodes, dtype=torch.bool), noise.rule)
+
+    def observe(self, accepted):
+        assert accepted.features.shape[:2] == accepted.tokens.shape or self.tree
+        self.done = [done + count for done, count in zip(self.done, accepted.counts, strict=True)]
+
+    def keep_rows(self, rows):
+        self.prompts, self.done = [self.prompts[row] for row in rows], [self.done[row] for row in rows]
+
+    def extend(self, other):
+        self.prompts, self.done = self.prompts + other.prompts, self.done + other.done
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("rule", ["greedy", "deterministic", "shared_noise"])
+def test_chains_and_trees_of_mixed_quality(pairs, tree, rule):
+    pair, _ = pairs["qwen3"]
+    settings = greedy_settings(0.5) if rule == "greedy" else noisy_settings(0.5, rule)
+    reference = decode(assemble("cd", pair), PROMPTS, settings, max_batch=4)
+    truth = {tuple(prompt.ids): generation.ids for prompt, generation in zip(PROMPTS, reference, strict=True)}
+    method = Assembled("scripted", [Scorer(pair.expert), Scorer(pair.amateur)], Scripted(truth, tree))
+    found = decode(method, PROMPTS, settings, max_batch=3)
+    if rule == "deterministic":  # another use of the same uniforms: another text of the same law
+        assert texts(found) == texts(decode(method, PROMPTS, settings, max_batch=1))
+    else:
+        assert texts(found) == texts(reference) and accepted(found) >= 4 * 4
+
+
+def test_three_scorers_and_their_own_prefixes(pairs):
+    """Proxy tuning is a list of three, guidance with another prompt a scorer with its own prefix."""
+    pair, _ = pairs["smol"]
+    third = tiny_model("smol", seed=7, layers=2, dtype=torch.float64)
+    negative = [9, 8, 60, 11, 12, 13, 14, 15, 16, 17]
+    scorers = [
+        Scorer(pair.expert),
+        Scorer(pair.amateur),
+        Scorer(third, prefix=lambda prompt: negative + prompt.ids[:2]),
+    ]
+    settings = Settings(Target(temperature=0.0, weights=(1.0, 0.6, -0.6)), max_new_tokens=TOKENS, gamma=3)
+    models, weights = [pair.expert, pair.amateur, third], [1.0, 0.6, -0.6]
+    expected = [greedy(models, weights, [p.ids, p.ids, negative + p.ids[:2]], TOKENS) for p in PROMPTS]
+    for drafter in (Drafter(), NgramDrafter()):
+        assert texts(decode(Assembled("three", scorers, drafter), PROMPTS, settings, max_batch=4)) == expected
+
+
+# ---- temperature 1 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_noise_gives_vanilla_cd_s_text_whatever_the_drafter(pairs, kind):
+    settings = noisy_settings(0.1, "shared_noise")
+    reference = {
+        name: texts(decode(assemble(name, *pairs[kind]), PROMPTS, settings, max_batch=4)) for name in ("cd", "ar")
+    }
+    assert reference["cd"] != reference["ar"]
+    for name in METHODS:
+        found = decode(assemble(name, *pairs[kind]), PROMPTS, settings, max_batch=2)
+        assert texts(found) == reference["cd" if name in CONTRAST else "ar"], name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_shared_noise_of_single_rows(pairs, near, name):
+    head = pairs["llama3"][1]
+    settings = noisy_settings(0.5, "shared_noise")
+    vanilla = assemble("cd" if name in CONTRAST else "ar", near[0])
+    found = decode(assemble(name, near[0], head), PROMPTS[:2], settings, max_batch=1)
+    assert texts(found) == texts(decode(vanilla, PROMPTS[:2], settings, max_batch=2))
+
+
+@pytest.mark.parametrize(
+    "name, rule",
+    [
+        (name, rule)
+        for name in METHODS
+        for rule in ("sampled", "deterministic")
+        if (name, rule) != ("dcd_ngram", "sampled") and name != "ar"
+    ],
+)
+def test_a_row_does_not_depend_on_its_neighbours(pairs, near, name, rule):
+    settings = noisy_settings(0.3, rule)
+    pair, head = near[0] if name == "scd" else pairs["llama3"][0], pairs["llama3"][1]
+    whole = decode(assemble(name, pair, head), PROMPTS, settings, max_batch=3)
+    assert texts(decode(assemble(name, pair, head), PROMPTS[::-1], settings, max_batch=4))[::-1] == texts(whole)
+    single = decode(assemble(name, pair, head), PROMPTS[2:3], settings, max_batch=1)[0]
+    assert single.ids == whole[2].ids
+    for alone, beside in zip(single.rounds, whole[2].rounds, strict=True):
+        assert (alone.accepted, alone.emitted) == (beside.accepted, beside.emitted)
+    if rule == "sampled" and name in ("scd", "dcd_eagle3", "expert_sd"):
+        assert accepted(whole) > 0
+
+
+def test_the_seed_the_prompt_and_the_sample_make_the_text(pairs):
+    pair, head = pairs["smol"]
+    prompts = [Prompt("a", [9, 10]), Prompt("a", [9, 10], sample=1), Prompt("b", [9, 10])]
+
+    def run(seed):
+        return texts(decode(assemble("dcd_eagle3", pair, head), prompts, noisy_settings(0.1, "auto", seed=seed), 3))
+
+    first, again, other = run(1), run(1), run(2)
+    assert first == again and all(left != right for left, right in zip(first, other, strict=True))
+    assert first[0] != first[1] != first[2] != first[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_alpha_zero_makes_dcd_the_expert_s_speculative_decoding(pairs, temperature):
+    pair, head = pairs["qwen3"]
+    settings = Settings(Target(temperature=temperature), max_new_tokens=TOKENS, gamma=3)
+    both, alone = (decode(assemble(name, pair, head), PROMPTS, settings, 4) for name in ("dcd_eagle3", "expert_sd"))
+    assert texts(both) == texts(alone)
+    for left, right in zip(both, alone, strict=True):
+        assert [(r.drafted, r.accepted, r.emitted) for r in left.rounds] == [
+            (r.drafted, r.accepted, r.emitted) for r in right.rounds
+        ]
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_waiting_prompts_enter_a_running_batch(pairs, near, name):
+    """Rows stop at different times, others take their place; results keep the order of the prompts."""
+    pair, head = near[0] if name == "scd" else pairs["llama3"][0], pairs["llama3"][1]
+    prompts, method = some_prompts(7, seed=3), assemble(name, pair, head)
+    settings = greedy_settings(0.3, max_new_tokens=12, stop_ids=tuple(range(0, VOCAB, 9)))
+    finished = []
+    found = decode(method, prompts, settings, max_batch=3, on_finish=finished.append)
+    alone = [decode(method, [prompt], settings)[0] for prompt in prompts]
+    assert texts(found) == texts(alone) and len({len(text) for text in texts(found)}) > 2
+    assert [generation.prompt_id for generation in found] == [prompt.id for prompt in prompts]
+    assert sorted(g.prompt_id for g in finished) == sorted(p.id for p in prompts)
+    assert [g.index for g in found] == list(range(7))
+
+
+@pytest.mark.parametrize("name", ["cd", "scd", "dcd_ngram"])
+def test_a_stream_hands_out_every_token_once(near, name):
+    settings = greedy_settings(0.1, max_new_tokens=12, stop_ids=tuple(range(0, VOCAB, 9)))
+    heard: dict[int, list[int]] = {}
+    for news in stream(assemble(name, near[0]), PROMPTS, settings, 2):
+        for generation, tokens in news:
+            heard.setdefault(generation.index, []).extend(tokens)
+            assert heard[generation.index] == generation.ids
+    assert [heard[i] for i in range(4)] == texts(decode(assemble(name, near[0]), PROMPTS, settings, 4))
+
+
+def test_no_prompts_no_results(pairs):
+    assert decode(assemble("cd", pairs["smol"][0]), [], greedy_settings()) == []
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def broken(pair, which: str, token: int):
+    """The pair with a NaN in the embedding of one token of one model."""
+    fresh = near_pair("llama3", 0.0)
+    model = getattr(fresh, which).model
+    model.model.embed_tokens.weight[token, 0] = float("nan")
+    return fresh
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("which", ["expert", "amateur"])
+@pytest.mark.parametrize("name", ["cd", "scd", "dcd_ngram"])
+def test_nan_logits_are_refused_and_the_prompt_named(near, name, which, temperature):
+    prompts = [Prompt("fine", [9, 10, 11]), Prompt("broken one", [9, 50, 11, 12])]
+    settings = Settings(Target(alpha=0.1, temperature=temperature), max_new_tokens=4)
+    with pytest.raises(UserError, match=f"NaN or infinite logits for prompt 'broken one' .method {name}."):
+        decode(assemble(name, broken(near, which, 50)), prompts, settings, max_batch=2)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_nan_in_a_later_round_or_a_late_row_is_refused(near, place):
+    """gamma 2: token 0 is the prefill's, 1 and 2 are drafts, 3 is the late one; the text's own token breaks a model."""
+    text = greedy_cd(near[1], PROMPTS[2].ids, 0.1, 6)
+    assert text[place] not in PROMPTS[2].ids and text.index(text[place]) == place
+    for which in ("expert", "amateur"):
+        pair = broken(near, which, text[place])
+        with pytest.raises(UserError, match="NaN or infinite logits for prompt 'p2' .method scd."):
+            decode(assemble("scd", pair), [PROMPTS[2]], greedy_settings(0.1, gamma=2))
+
+
+def test_a_model_of_weight_zero_may_be_broken(near):
+    pair, prompt = broken(near, "amateur", 50), [Prompt("a", [9, 50, 11])]
+    assert texts(decode(assemble("cd", pair), prompt, greedy_settings(0.0))) == texts(
+        decode(assemble("ar", pair), prompt, greedy_settings(0.0))
+    )
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        ([], "prompt 'bad' is empty"),
+        ([9] * 504, "prompt 'bad' has 504 tokens; with 9 new ones it passes the context of .* .512."),
+        ([9, VOCAB], "prompt 'bad' holds an id outside the vocabulary of 96 ids"),
+        ([-1, 9], "prompt 'bad' holds an id outside"),
+    ],
+)
+def test_bad_prompts_are_refused_before_the_first_is_answered(pairs, ids, message):
+    finished = []
+    with pytest.raises(UserError, match=message):
+        decode(
+            assemble("cd", pairs["qwen3"][0]),
+            [Prompt("good", [9]), Prompt("bad", ids)],
+            greedy_settings(),
+            on_finish=finished.append,
+        )
+    assert not finished
+
+
+def test_the_longest_prompt_that_fits_is_answered(pairs):
+    pair, head = pairs["smol"]
+    prompts = [Prompt("long", [9 + index % 7 for index in range(509)]), Prompt("short", [9])]
+    for name in ("scd", "dcd_eagle3"):
+        found = decode(assemble(name, pair, head), prompts, greedy_settings(max_new_tokens=3, gamma=8), max_batch=2)
+        assert [len(generation.ids) for generation in found] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"gamma": 0}, "gamma must be at least 1, got 0"),
+        ({"rule": "greedy"}, "rule 'greedy' is unknown; choose auto, sampled, deterministic or shared_noise"),
+    ],
+)
+def test_bad_settings_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Settings(**fields)
+
+
+def test_a_batch_of_nothing_is_refused(pairs):
+    with pytest.raises(UserError, match="max_batch must be at least 1, got 0"):
+        decode(assemble("ar", pairs["smol"][0]), PROMPTS, greedy_settings(), max_batch=0)
+
+
+def test_a_rule_that_the_drafter_cannot_offer_is_refused(pairs):
+    with pytest.raises(UserError, match="NgramDrafter cannot draft by the rule 'sampled'; it offers deterministic, sh"):
+        decode(assemble("dcd_ngram", pairs["smol"][0]), PROMPTS, noisy_settings(0.1, "sampled"))
+    assert AmateurDrafter.default_rule == Eagle3Drafter.default_rule == "sampled"
+    assert NgramDrafter.default_rule == Drafter.default_rule == "deterministic"
