@@ -24,7 +24,7 @@ RUN := $(VENV)/bin/python
 # The tests that must also pass on the oldest supported transformers.
 OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py
 
-.PHONY: help setup test test-newest test-oldest quality demo clean
+.PHONY: help setup test test-newest test-oldest quality demo identity speed head-300k clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -68,7 +68,17 @@ quality: $(STAMP) ## ruff, and which room may import which
 	$(RUN) -m pytest -q tests/test_layout.py
 
 demo: $(STAMP) ## the whole of it on a small real pair, up to runs/demo/report/index.html
-	$(RUN) data_prep/pipeline.py --pipeline configs/demo.yaml --started $(STARTED)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/demo.yaml --started $(STARTED)
+
+# These start from a finished demo and leave their results in a folder of their own beside it.
+identity: demo ## does every method write vanilla contrastive decoding's very text? (about 45 min)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/identity.yaml
+
+speed: demo ## speed-up table of the demo's pair in bf16, greedy and sampled (about 25 min on an idle machine)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/speed.yaml
+
+head-300k: demo ## heads trained on 75 k, 150 k and 300 k tokens, and their accepted length (about 90 min)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/head_300k.yaml
 
 clean: ## remove the environments and caches of tools; runs/ stays
 	rm -rf $(VENV) $(VENV_MIN) *.egg-info build .pytest_cache .ruff_cache

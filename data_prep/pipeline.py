@@ -1,9 +1,9 @@
 """Run the stages of a pipeline file in order, each one only if what it depends on has changed.
 
-    python data_prep/pipeline.py --pipeline configs/demo.yaml            # everything that is not finished
-    python data_prep/pipeline.py --pipeline configs/demo.yaml --list     # what is finished, what is not
-    python data_prep/pipeline.py --pipeline configs/demo.yaml --from head
-    python data_prep/pipeline.py --pipeline configs/demo.yaml --only signal report
+    python data_prep/pipeline.py --pipeline configs/pipelines/demo.yaml            # everything that is not finished
+    python data_prep/pipeline.py --pipeline configs/pipelines/demo.yaml --list     # what is finished, what is not
+    python data_prep/pipeline.py --pipeline configs/pipelines/demo.yaml --from head
+    python data_prep/pipeline.py --pipeline configs/pipelines/demo.yaml --only signal report
 
 A stage is skipped when its command, the contents of its inputs and the contents of its outputs are what they were when
 it last finished. It may be stopped at any moment: the same command goes on. A stage that was stopped is started again
@@ -39,7 +39,7 @@ FINISHED, STOPPED = "finished", "stopped half-way"
 class Config:
     """What to run, and where."""
 
-    pipeline: str = field(default="configs/demo.yaml", metadata={"help": "YAML file with the stages"})
+    pipeline: str = field(default="configs/pipelines/demo.yaml", metadata={"help": "YAML file with the stages"})
     run_dir: str = field(default="", metadata={"help": "folder for everything the run makes (default: as in the file)"})
     cache_dir: str = field(
         default="", metadata={"help": "folder for models and data (default: $DCD_CACHE, ~/.cache/dcd)"}

@@ -51,7 +51,7 @@ def readers(path: Path) -> list[str]:
     return found[0]
 
 
-FILES = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.name != "demo.yaml"]
+FILES = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.name != "pipelines"]
 CASES = [(path, module) for path in FILES for module in readers(path)]
 
 
@@ -71,12 +71,13 @@ def test_deepspeed_files_hold_memory_and_precision_only(path):
     assert not set(json.loads(path.read_text())) & SET_BY_FLAGS
 
 
-DEMO = load_pipeline(str(CONFIGS / "demo.yaml"))
+PIPELINES = {path.stem: load_pipeline(str(path)) for path in sorted((CONFIGS / "pipelines").glob("*.yaml"))}
+STAGES = [(name, stage) for name, pipeline in PIPELINES.items() for stage in pipeline.stages]
 
 
-@pytest.mark.parametrize("stage", DEMO.stages, ids=lambda stage: stage.name)
-def test_a_demo_stage_calls_its_script_with_flags_that_exist(stage: Stage):
-    command = [fill(part, DEMO.variables) for part in stage.command]
+@pytest.mark.parametrize("pipeline, stage", STAGES, ids=[f"{pipeline}-{stage.name}" for pipeline, stage in STAGES])
+def test_a_stage_calls_its_script_with_flags_that_exist(pipeline: str, stage: Stage):
+    command = [fill(part, PIPELINES[pipeline].variables) for part in stage.command]
     script = next(part for part in command if part.endswith(".py"))
     assert (ROOT / script).is_file()
     assert script in stage.inputs, "a changed script must redo its stage"
@@ -84,11 +85,14 @@ def test_a_demo_stage_calls_its_script_with_flags_that_exist(stage: Stage):
     parse_config(settings(name(ROOT / script)), [part.replace("configs/", f"{CONFIGS}/") for part in flags])
 
 
-def test_a_demo_stage_reads_what_is_there_or_made_before():
-    made = set()
-    for stage in DEMO.stages:
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_stage_reads_what_is_there_or_made_before(pipeline):
+    """Made by an earlier stage, or, in a pipeline that goes on from the demo, by the demo."""
+    made = {output.replace("{run}", "{demo}") for stage in PIPELINES["demo"].stages for output in stage.outputs}
+    for stage in PIPELINES[pipeline].stages:
         for text in stage.inputs:
-            there = "{run}" not in text and any(ROOT.glob(fill(text, DEMO.variables)))
+            variables = PIPELINES[pipeline].variables
+            there = not text.startswith(("{run}", "{demo}")) and any(ROOT.glob(fill(text, variables)))
             earlier = any(text == output or text.startswith((f"{output}/", output.rstrip("*"))) for output in made)
             assert there or earlier, f"stage {stage.name}: nothing makes {text}"
         made |= set(stage.outputs)
@@ -96,7 +100,7 @@ def test_a_demo_stage_reads_what_is_there_or_made_before():
 
 def test_the_demo_keeps_its_budget():
     install_s = 120
-    assert sum(stage.budget_s for stage in DEMO.stages) + install_s <= 30 * 60
+    assert sum(stage.budget_s for stage in PIPELINES["demo"].stages) + install_s <= 30 * 60
 
 
 @pytest.mark.parametrize("path", ENTRIES, ids=name)
