@@ -15,8 +15,8 @@ WIDE = ("signal-error", "headroom")
 MAP_CAPTION = (
     "Every cell is a share of the positions and their number n. Signal: how far expert and amateur disagree on the "
     "token that the contrastive target prefers. Error: how far the drafter is from the expert. Bars are the marginals, "
-    "diamonds the paper's, pooled over its 24 configurations. In the paper, gains from aiming at the contrast sit to the "
-    "lower right, where the signal is large and the drafter good."
+    "diamonds the paper's, pooled over its 24 configurations. In the paper, gains from aiming at the contrast sit to "
+    "the lower right, where the signal is large and the drafter good."
 )
 TOP1_CAPTION = (
     "Gain in top-1 matches with the target if the same draft is corrected by the true amateur (the oracle draft). "
@@ -75,8 +75,8 @@ def headroom_sentence(by_alpha: dict[str, dict]) -> str:
         share = f", {100 * added / length:.0f}%" if added <= length else ""  # of next to nothing it says nothing
         parts.append(f"{points(headroom, 2)} points at alpha {alpha} (+{added:.2f} accepted drafts a round{share})")
     return (
-        "With sampled drafts and at equal error (TV), a drafter that aims at the contrast instead of the expert can gain "
-        f"at most {listed(parts)} of acceptance per token."
+        "With sampled drafts and at equal error (TV), a drafter that aims at the contrast instead of the expert can "
+        f"gain at most {listed(parts)} of acceptance per token."
     )
 
 
