@@ -1,0 +1,63 @@
+"""Methods are put together from a pair and a head, or refused by name."""
+
+import pytest
+from naive import tiny_head
+from tiny import tiny_pair
+
+from dcd_core.drafters.amateur import AmateurDrafter
+from dcd_core.drafters.eagle3 import Eagle3Drafter
+from dcd_core.drafters.ngram import NgramDrafter
+from dcd_core.drafters.protocol import Drafter
+from dcd_core.errors import UserError
+from dcd_core.methods import METHODS, assemble
+from dcd_core.models import Pair
+
+
+@pytest.fixture(scope="module")
+def parts():
+    pair = tiny_pair("smol")
+    return pair, tiny_head(pair)
+
+
+@pytest.mark.parametrize(
+    "name, drafter, scorers",
+    [
+        ("ar", Drafter, 1),
+        ("cd", Drafter, 2),
+        ("expert_sd", Eagle3Drafter, 1),
+        ("scd", AmateurDrafter, 2),
+        ("dcd_ngram", NgramDrafter, 2),
+        ("dcd_eagle3", Eagle3Drafter, 2),
+    ],
+)
+def test_who_drafts_and_who_scores(parts, name, drafter, scorers):
+    method = assemble(name, *parts)
+    assert method.name == name and type(method.drafter) is drafter
+    assert [scorer.model for scorer in method.scorers] == [parts[0].expert, parts[0].amateur][:scorers]
+
+
+def test_every_method_says_what_it_is():
+    assert set(METHODS) == {"ar", "cd", "expert_sd", "scd", "dcd_ngram", "dcd_eagle3"}
+    assert all(method.summary for method in METHODS.values())
+
+
+def test_an_unknown_method_is_refused(parts):
+    with pytest.raises(
+        UserError, match="method 'dcd' is unknown; choose one of ar, cd, expert_sd, scd, dcd_ngram, dcd"
+    ):
+        assemble("dcd", *parts)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_missing_amateur_or_head_is_refused(parts, name):
+    pair, head = parts
+    if METHODS[name].contrast:
+        with pytest.raises(UserError, match=f"method {name} contrasts with an amateur; give --amateur"):
+            assemble(name, Pair(pair.expert, None, pair.tokenizer), head)
+    else:
+        assemble(name, Pair(pair.expert, None, pair.tokenizer), head)
+    if METHODS[name].needs_head:
+        with pytest.raises(UserError, match=f"method {name} drafts with an EAGLE3 head; give --head"):
+            assemble(name, pair)
+    else:
+        assemble(name, pair)
