@@ -1,0 +1,102 @@
+"""What decoding is asked for and what it returns: prompts, settings, round records, answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dcd_core.contrast import Target
+from dcd_core.drafters.protocol import Drafter
+from dcd_core.errors import UserError
+from dcd_core.models import LanguageModel
+
+
+@dataclass
+class Prompt:
+    """One prompt. ``id`` and ``sample`` key its randomness."""
+
+    id: str
+    ids: list[int]
+    sample: int = 0
+
+
+@dataclass
+class Settings:
+    """How to decode.
+
+    Args:
+        max_new_tokens: at least 1.
+        stop_ids: a row ends with the first of these, inclusive.
+        gamma: drafts per round (a drafter may propose fewer).
+        rule: ``auto`` (deterministic at T = 0, else the drafter's own), or one of :data:`dcd_core.draft.RULES`.
+        timing: synchronise the device around every phase, so that the seconds of a round are true.
+    Raises:
+        UserError: a value outside its range.
+    """
+
+    target: Target = field(default_factory=Target)
+    max_new_tokens: int = 64
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    gamma: int = 5
+    rule: str = "auto"
+    timing: bool = False
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.gamma < 1:
+            raise UserError(f"gamma must be at least 1, got {self.gamma}")
+        if self.rule not in ("auto", "sampled", "deterministic", "shared_noise"):
+            raise UserError(f"rule {self.rule!r} is unknown; choose auto, sampled, deterministic or shared_noise")
+
+
+@dataclass
+class Round:
+    """One round of one row. Seconds are the batch's; ``emitted`` counts accepted drafts and the extra token."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+    draft_s: float
+    expert_s: float
+    amateur_s: float
+    rest_s: float
+
+
+@dataclass
+class Generation:
+    """The answer to one prompt: ``ids`` with its stop token, and the rounds that made it. ``index`` is the prompt's
+    place in the list that was given."""
+
+    prompt_id: str
+    sample: int
+    ids: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    prefill_s: float = 0.0
+    finish: str = ""
+    index: int = 0
+
+
+@dataclass
+class Scorer:
+    """A model whose rows enter the target, expert first in the list.
+
+    Args:
+        prefix: the ids this model reads before the answer; None for the prompt itself.
+    """
+
+    model: LanguageModel
+    prefix: Callable[[Prompt], list[int]] | None = None
+
+    def prefix_ids(self, prompt: Prompt) -> list[int]:
+        return self.prefix(prompt) if self.prefix else prompt.ids
+
+
+@dataclass
+class Assembled:
+    """A method put together: its scorers (expert first) and its drafter."""
+
+    name: str
+    scorers: list[Scorer]
+    drafter: Drafter
