@@ -89,8 +89,10 @@ class Checkpoints:
         self._compare(trainer["settings"], path)
         if [trainer["epoch"], trainer["index"]] != list(position_of(trainer["step"])):
             raise UserError(f"{path}: its position in the data does not fit this data; start in another folder")
+        # frozen parameters are not in the checkpoint
+        strict = all(parameter.requires_grad for parameter in engine.module.parameters())
         loaded, _ = engine.load_checkpoint(
-            str(self.folder), tag=path.name, load_module_strict=False, load_lr_scheduler_states=False
+            str(self.folder), tag=path.name, load_module_strict=strict, load_lr_scheduler_states=False
         )
         if loaded is None:
             raise UserError(f"{path} cannot be loaded: delete it to go on from the one before")

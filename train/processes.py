@@ -49,6 +49,9 @@ def start(seed: int) -> Ranks:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // local)))
     else:
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if world == 1:
+        # DeepSpeed would compile a shared-memory all-reduce (half a minute), which one process has no use for
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed(verbose=False)
     rank = torch.distributed.get_rank()
