@@ -15,7 +15,7 @@ from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
 from dcd_core.methods import METHODS, assemble
 
-TOKENS = 9
+TOKENS = 7
 PROMPTS = some_prompts(4)
 CONTRAST = [name for name in METHODS if name not in ("ar", "expert_sd")]
 
@@ -173,7 +173,7 @@ def test_chains_and_trees_of_mixed_quality(pairs, tree, rule):
     if rule == "deterministic":  # another use of the same uniforms: another text of the same law
         assert texts(found) == texts(decode(method, PROMPTS, settings, max_batch=1))
     else:
-        assert texts(found) == texts(reference) and accepted(found) >= 4 * 4
+        assert texts(found) == texts(reference) and accepted(found) >= 3 * 4
 
 
 def test_three_scorers_and_their_own_prefixes(pairs):
@@ -270,15 +270,15 @@ def test_alpha_zero_makes_dcd_the_expert_s_speculative_decoding(pairs, temperatu
 def test_waiting_prompts_enter_a_running_batch(pairs, near, name):
     """Rows stop at different times, others take their place; results keep the order of the prompts."""
     pair, head = near[0] if name == "scd" else pairs["llama3"][0], pairs["llama3"][1]
-    prompts, method = some_prompts(7, seed=3), assemble(name, pair, head)
-    settings = greedy_settings(0.3, max_new_tokens=12, stop_ids=tuple(range(0, VOCAB, 9)))
+    prompts, method = some_prompts(6, seed=3), assemble(name, pair, head)
+    settings = greedy_settings(0.3, max_new_tokens=10, stop_ids=tuple(range(0, VOCAB, 9)))
     finished = []
     found = decode(method, prompts, settings, max_batch=3, on_finish=finished.append)
     alone = [decode(method, [prompt], settings)[0] for prompt in prompts]
     assert texts(found) == texts(alone) and len({len(text) for text in texts(found)}) > 2
     assert [generation.prompt_id for generation in found] == [prompt.id for prompt in prompts]
     assert sorted(g.prompt_id for g in finished) == sorted(p.id for p in prompts)
-    assert [g.index for g in found] == list(range(7))
+    assert [g.index for g in found] == list(range(6))
 
 
 @pytest.mark.parametrize("name", ["cd", "scd", "dcd_ngram"])
@@ -339,7 +339,7 @@ def test_a_model_of_weight_zero_may_be_broken(near):
     "ids, message",
     [
         ([], "prompt 'bad' is empty"),
-        ([9] * 504, "prompt 'bad' has 504 tokens; with 9 new ones it passes the context of .* .512."),
+        ([9] * 506, "prompt 'bad' has 506 tokens; with 7 new ones it passes the context of .* .512."),
         ([9, VOCAB], "prompt 'bad' holds an id outside the vocabulary of 96 ids"),
         ([-1, 9], "prompt 'bad' holds an id outside"),
     ],

@@ -488,6 +488,21 @@ def test_uniforms_of_children_that_are_not_visited_do_not_matter():
     assert torch.equal(before.tokens, after.tokens) and torch.equal(before.accepted, after.accepted)
 
 
+def test_every_child_of_a_tree_has_its_own_coin():
+    """``accept[:, d, s]`` decides the s-th visited child at depth d + 1, however many were visited above."""
+    #  root -> 0 (node 0), 1 (node 1), 2 (node 2);  node 1 -> 0 (node 3), 1 (node 4)
+    tree = Draft(
+        torch.tensor([[0, 1, 2, 0, 1]]), torch.tensor([[-1, -1, -1, 1, 1]]), torch.ones(1, 5, dtype=torch.bool)
+    )
+    target = torch.full((1, 6, 4), 0.25, dtype=torch.float64).log()
+    for yes, emitted in [([(0, 0)], [0]), ([(0, 2)], [2]), ([(0, 1), (1, 0)], [1, 0]), ([(0, 1), (1, 1)], [1, 1])]:
+        coins = Uniforms(torch.full((1, 3, 5), torch.inf).double(), torch.full((1, 6), 0.9).double())
+        for depth, sibling in yes:
+            coins.accept[0, depth, sibling] = 0.0
+        verdict = verify(target, tree, coins)
+        assert verdict.tokens[0, : verdict.accepted].tolist() == emitted
+
+
 def test_drafts_equal_to_the_target_always_pass():
     target, draft, coins = sampled_round(200, 2)
     draft = Draft.chain(draft.tokens, rule="sampled", probs=target[:, :4].exp())
