@@ -77,7 +77,7 @@ identity: demo ## does every method write vanilla contrastive decoding's very te
 speed: demo ## speed-up table of the demo's pair in bf16, greedy and sampled (about 25 min on an idle machine)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/speed.yaml
 
-head-300k: demo ## heads trained on 75 k, 150 k and 300 k tokens, and their accepted length (about 90 min)
+head-300k: demo ## a head trained on 300 k tokens, and its accepted length on the way (about 60 min)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/head_300k.yaml
 
 clean: ## remove the environments and caches of tools; runs/ stays

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from toy_training import STOP, flags, head_weights, make_toy
 from transformers import LlamaForCausalLM
@@ -75,6 +76,20 @@ def test_a_run_leaves_a_head_metrics_and_logs(toy, finished):
         "step-00000012",
         "step-00000016",
     ]
+
+
+def test_snapshots_are_the_head_of_a_run_that_stopped_there(toy, finished, tmp_path):
+    assert main(options(toy, tmp_path / "run", "--snapshots", "100", "--eval_every=100")) == 0
+    assert_same(tmp_path / "run", finished)
+    texts = Texts.load(str(toy / "train.parquet"), 2048, 96)
+    stream = Stream(texts, Plan(tuple(texts.lengths), 4, 1, 1, 0), 0, lambda sample: [1])
+    steps = stream.first_step_with(100)
+    sizes = [sum(end - start for start, end in texts.samples[i].answer_spans) for i in range(len(texts))]
+    read = [sum(sizes[i] for ranks in stream.plan.step(0, n) for some in ranks for i in some) for n in range(steps)]
+    assert sum(read[:-1]) < 100 <= sum(read)
+    kept = load_file(tmp_path / "run" / "heads" / "100" / "model.safetensors")
+    final = load_file(finished / "head" / "model.safetensors")
+    assert kept.keys() == final.keys() and not torch.equal(kept["fc.weight"], final["fc.weight"])
 
 
 def test_the_board_has_every_promised_curve(finished):

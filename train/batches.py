@@ -210,6 +210,16 @@ class Stream:
         """Epoch, and step within it."""
         return divmod(step, self.plan.steps_per_epoch)
 
+    def first_step_with(self, answer_tokens: int) -> int:
+        """Optimiser steps after which this many answer tokens have been read, by all ranks together."""
+        sizes = [sum(end - start for start, end in sample.answer_spans) for sample in self.texts.samples]
+        read, step = 0, 0
+        while read < answer_tokens:
+            shares = self.plan.step(*self.position(step))
+            read += sum(sizes[text] for ranks in shares for texts in ranks for text in texts)
+            step += 1
+        return step
+
     def at(self, step: int) -> tuple[list[Batch], list[float]]:
         """This rank's micro-batches of one optimiser step, and the loss's denominators per unroll step."""
         shares = self.plan.step(*self.position(step))

@@ -12,7 +12,9 @@ recipe: EAGLE-3 [Li et al. 2025, arXiv 2503.01840]; in DCD it is the expert-alig
 
 import dcd_core.environment  # noqa: F401  (first: it sets what torch and others read when they are imported)
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -43,6 +45,10 @@ class Config(LoopConfig):
     max_answer_tokens: int = field(default=0, metadata={"help": "train on the first texts up to this many; 0: all"})
     eval_texts: int = field(default=0, metadata={"help": "held-out texts to evaluate on; 0: all", **FREE})
     gamma: int = field(default=5, metadata={"help": "drafts per round in evaluation", **FREE})
+    snapshots: list[int] = field(
+        default_factory=list,
+        metadata={"help": "also write OUTPUT/heads/N once N answer tokens were read, for each N given", **FREE},
+    )
     draft_vocab_size: int = field(default=32000, metadata={"help": "ids the head can draft"})
     vocabulary: str = field(default="", metadata={"help": "ready draft vocabulary (default: count answers)", **FREE})
     unroll_steps: int = field(default=7, metadata={"help": "drafts unrolled in training"})
@@ -64,6 +70,8 @@ class Config(LoopConfig):
         for name in ("draft_vocab_size", "unroll_steps", "gamma"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.snapshots and min(self.snapshots) < 1:
+            raise ValueError(f"--snapshots takes numbers of answer tokens, 1 or more, got {self.snapshots}")
         if self.feature_layers and len(set(self.feature_layers)) != 3:
             raise ValueError(f"--feature_layers takes three distinct layers, got {self.feature_layers}")
 
@@ -100,13 +108,27 @@ def main(argv: list[str] | None = None) -> int:
     if ranks.first:
         print(f"training texts: {texts.describe()}", flush=True)
     module = Unroll(head, config.unroll_steps, config.step_decay)
-    engine, history = fit(module, stream, step, config, ranks, identity, evaluate)
+    heads = folder / "heads"
+    snapshots = {stream.first_step_with(size): keep_head(heads / str(size), ranks) for size in config.snapshots}
+    engine, history = fit(module, stream, step, config, ranks, identity, evaluate, snapshots)
     trained = copy_module(engine).head
     if ranks.first:
         save_head(folder / "head", trained)
         finish_run(folder, {**summary(texts, history), "draft_vocab_coverage": coverage(texts, head.t2d)})
     barrier()
     return 0
+
+
+def keep_head(path: Path, ranks: Ranks) -> Callable[[object], None]:
+    """Writes the head as it is at the moment, for all ranks to call together."""
+
+    def keep(engine) -> None:
+        head = copy_module(engine).head
+        if ranks.first:
+            path.parent.mkdir(exist_ok=True)
+            save_head(path, head)
+
+    return keep
 
 
 def load_expert(config: Config, ranks: Ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -153,6 +153,7 @@ def fit(
     ranks: Ranks,
     identity: dict,
     evaluate: Callable[[object], dict[str, float]] | None = None,
+    snapshots: Mapping[int, Callable[[object], None]] | None = None,
 ) -> tuple[object, list[dict]]:
     """Train ``module`` to the end, from the newest checkpoint if there is one.
 
@@ -162,6 +163,7 @@ def fit(
             and a ``[unroll step, 4]`` tensor of sums (loss, correct, acceptance, rows).
         identity: more of what the weights depend on (hashes of data, vocabulary, expert); compared on resumption.
         evaluate: called by all ranks with the engine; its numbers are logged under ``eval/``.
+        snapshots: called by all ranks with the engine after these numbers of optimiser steps.
     Returns:
         The engine, and the history of logged metrics.
     Raises:
@@ -199,6 +201,8 @@ def fit(
                 history.append({"step": number + 1, **{f"eval_{name}": value for name, value in found.items()}})
                 board.write("eval", found, number + 1)
                 meter.restart()
+            if snapshots and number + 1 in snapshots:
+                snapshots[number + 1](engine)
             if last or (number + 1) % config.save_every == 0:
                 checkpoints.save(engine, number + 1, batches.position(number + 1), history)
             bar.update(1, note)
