@@ -1,0 +1,173 @@
+"""A tabular world (expert, amateur, drafter over a few ids) and every kind of draft that is made in it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from enumeration import Node, emitted_law, product_law
+
+from dcd_core.contrast import Target, target_log_probs
+
+EXACT = 1e-10
+VISIBLE = 1e-3
+"""A fault must move some probability by at least this much."""
+
+
+class World:
+    """Tabular expert p, amateur q and drafter e over a few ids, drawn from a Dirichlet seeded by the prefix."""
+
+    def __init__(self, vocab: int, target: Target, draft_ids: tuple[int, ...] | None = None):
+        self.vocab, self.target, self.draft_ids = vocab, target, draft_ids
+        self.rows = functools.cache(self._rows)
+
+    @staticmethod
+    @functools.cache
+    def table(model: str, prefix: tuple[int, ...], vocab: int) -> np.ndarray:
+        seed = [ord(model), vocab, len(prefix), *prefix]
+        return np.random.default_rng(seed).dirichlet(np.full(vocab, 0.7))
+
+    def p(self, prefix) -> np.ndarray:
+        return self.table("p", prefix, self.vocab)
+
+    def q(self, prefix) -> np.ndarray:
+        return self.table("q", prefix, self.vocab)
+
+    def e(self, prefix) -> np.ndarray:
+        """Aligned with the expert, as a drafter is; 0 outside a reduced draft vocabulary."""
+        law = 0.5 * self.p(prefix) + 0.5 * self.table("e", prefix, self.vocab)
+        if self.draft_ids is not None:
+            law = law * np.isin(np.arange(self.vocab), self.draft_ids)
+        return law / law.sum()
+
+    def _rows(self, prefix) -> np.ndarray:
+        """The target after a prefix, by the shipped function in fp64."""
+        models = [torch.from_numpy(np.log(law)) for law in (self.p(prefix), self.q(prefix))]
+        return target_log_probs(models, self.target).numpy()
+
+
+TARGETS = {
+    "alpha .3": Target(alpha=0.3),
+    "alpha .5, cutoff": Target(alpha=0.5, cutoff=0.3),
+    "alpha .5, T .7": Target(alpha=0.5, temperature=0.7),
+}
+
+
+# ---- kinds of drafts -------------------------------------------------------------------------------------------------
+
+
+def sampled_chain(world: World, gamma: int, stop=None, drop: bool = False):
+    """Every path of ``gamma`` tokens drawn one after the other from e.
+
+    ``stop(law, token)`` ends the draft early after that token, or before it with ``drop``.
+    """
+
+    def drafts(prefix):
+        found: dict[tuple[int, ...], tuple[float, list[Node]]] = {}
+        for path in itertools.product(range(world.vocab), repeat=gamma):
+            probability, tree, text, drawn = 1.0, [], prefix, 0
+            for token in path:
+                law = world.e(text)
+                probability, drawn = probability * law[token], drawn + 1
+                ended = stop is not None and stop(law, token)
+                if not (ended and drop):
+                    tree.append(Node(token, len(tree) - 1, law))
+                    text = (*text, token)
+                if ended:
+                    break
+            if probability > 0:
+                found[path[:drawn]] = (probability, tree)
+        return list(found.values())
+
+    return drafts
+
+
+def greedy_chain(world: World, gamma: int, with_law: bool = False):
+    """The drafter's argmax, ``gamma`` times; ``with_law`` declares it as sampled, which it is not."""
+
+    def drafts(prefix):
+        tree, text = [], prefix
+        for _ in range(gamma):
+            law = world.e(text)
+            tree.append(Node(int(law.argmax()), len(tree) - 1, law if with_law else None))
+            text = (*text, tree[-1].token)
+        return [(1.0, tree)]
+
+    return drafts
+
+
+def ngram_like(world: World, gamma: int):
+    """Any function of the text, of any length from 0 to gamma; also tokens that the drafter would never choose."""
+
+    def drafts(prefix):
+        rng = np.random.default_rng([9, len(prefix), *prefix])
+        tokens = rng.integers(0, world.vocab, rng.integers(0, gamma + 1)).tolist()
+        return [(1.0, [Node(token, place - 1) for place, token in enumerate(tokens)])]
+
+    return drafts
+
+
+def top_tree(world: World):
+    """The two best tokens of e, and the two best after the better of them."""
+
+    def drafts(prefix):
+        best = np.argsort(-world.e(prefix), kind="stable")[:2].tolist()
+        below = np.argsort(-world.e((*prefix, best[0])), kind="stable")[:2].tolist()
+        return [(1.0, [Node(best[0]), Node(best[1]), Node(below[0], 0), Node(below[1], 0)])]
+
+    return drafts
+
+
+def without(law: np.ndarray, token: int) -> np.ndarray:
+    """What the next sibling is drawn from when this one has been drawn."""
+    left = law * (np.arange(len(law)) != token)
+    return left / left.sum()
+
+
+def siblings_without_replacement(world: World, arrange=lambda law, first, second: (first, second)):
+    """Two children of the root drawn without replacement from e, and two more below the first.
+
+    ``arrange`` may change their order once they are drawn, as no drafter may.
+    """
+
+    def pairs(law):
+        for first, second in itertools.permutations(range(world.vocab), 2):
+            probability = law[first] * without(law, first)[second]
+            if probability > 0:
+                yield probability, *arrange(law, first, second)
+
+    def drafts(prefix):
+        found = []
+        top = world.e(prefix)
+        for probability, first, second in pairs(top):
+            low = world.e((*prefix, first))
+            for below, third, fourth in pairs(low):
+                tree = [Node(first, -1, top), Node(second, -1, without(top, first))]
+                tree += [Node(third, 0, low), Node(fourth, 0, without(low, third))]
+                found.append((probability * below, tree))
+        return found
+
+    return drafts
+
+
+def siblings_with_replacement(world: World, count: int = 2):
+    """Children of the root drawn independently from e, so the same token may come twice [SpecInfer]."""
+
+    def drafts(prefix):
+        law = world.e(prefix)
+        return [
+            (float(np.prod(law[list(tokens)])), [Node(token, -1, law) for token in tokens])
+            for tokens in itertools.product(range(world.vocab), repeat=count)
+        ]
+
+    return drafts
+
+
+def error(world: World, length: int, drafts, rule: str, siblings: int = 1, rows=None, **fault) -> float:
+    """Largest difference between the law of the emitted tokens and the product of the target."""
+    law = emitted_law(world.vocab, length, drafts, rows or world.rows, rule, siblings, **fault)
+    assert law.sum() == pytest.approx(1, abs=1e-11)
+    return float(np.abs(law - product_law(world.vocab, length, world.rows)).max())
