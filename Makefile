@@ -22,7 +22,7 @@ STAMP_MIN := $(VENV_MIN)/.ready-$(KEY)
 RUN := $(VENV)/bin/python
 
 # The tests that must also pass on the oldest supported transformers.
-OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py
+OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py tests/test_batch.py tests/test_decode_types.py
 
 .PHONY: help setup test test-newest test-oldest quality demo identity speed head-300k clean
 

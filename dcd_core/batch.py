@@ -17,10 +17,10 @@ from torch import Tensor
 
 from dcd_core.cache import KVCache
 from dcd_core.contrast import scores, target_log_probs
+from dcd_core.decode_types import Assembled, Generation, Prompt, Round, Settings
 from dcd_core.draft import Draft
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.errors import UserError
-from dcd_core.requests import Assembled, Generation, Prompt, Round, Settings
 from dcd_core.sampling import row_key
 from dcd_core.verify import Uniforms, Verdict, verify
 
@@ -151,7 +151,8 @@ class Batch:
             clock.lap("expert" if index == 0 else "amateur")
         width = min(row.shape[1] for row in rows)
         verdict, bad = self._judge([row[:, :width] for row in rows], draft, noise)
-        bad = bad if self.late_bad is None else bad | self.late_bad
+        for flagged in (self.late_bad, self.drafter.suspect):
+            bad = bad if flagged is None else bad | flagged
         host = torch.cat(
             [self.root[:, None], bad[:, None], draft.valid.sum(1, keepdim=True), verdict.accepted[:, None]]
             + [verdict.tokens],
@@ -247,7 +248,7 @@ class Batch:
         for prompt, flag in zip(self.prompts, bad, strict=True):
             if flag:
                 raise UserError(
-                    f"the models gave NaN or infinite logits for prompt {prompt.id!r} (method {self.method.name}); "
+                    f"the models gave NaN or infinite numbers for prompt {prompt.id!r} (method {self.method.name}); "
                     "check the weights and the dtype"
                 )
 

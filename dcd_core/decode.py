@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from dcd_core.batch import Batch, batch_capacities
+from dcd_core.decode_types import Assembled, Generation, Prompt, Round, Scorer, Settings
 from dcd_core.errors import UserError
-from dcd_core.requests import Assembled, Generation, Prompt, Round, Scorer, Settings
 
 __all__ = ["Assembled", "Generation", "Prompt", "Round", "Scorer", "Settings", "check_prompt", "decode", "stream"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dcd_core.requests import Assembled, Scorer
+from dcd_core.decode_types import Assembled, Scorer
 from dcd_core.drafters.amateur import AmateurDrafter
 from dcd_core.drafters.eagle3 import Eagle3Drafter
 from dcd_core.drafters.ngram import NgramDrafter

@@ -131,7 +131,7 @@ def replay_batch(
         features = pair.expert.forward_full(ids[None], features=True, logits=False).features[0]
         rollout = Rollout(ids, len(prompt.ids), features)
         for name, head in heads.items():
-            rounds = replay(head, pair.expert.embedding, rollout, config.gamma)
+            rounds = replay(head, pair.expert.embedding, rollout, config.gamma, vocab=pair.expert.vocab)
             row = {"alpha": alpha, "head": name, "prompt": prompt.id, "rounds": len(rounds)}
             found.append(row | {"accepted": sum(r[1] for r in rounds), "emitted": sum(r[2] for r in rounds)})
     return found

@@ -29,7 +29,7 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import load_pair
 from train.batches import Plan, Stream, Texts
 from train.loop import FREE, LoopConfig, begin_run, fit
-from train.online_expert import HeadStep, HeldOut, copy_module, fingerprint
+from train.online_expert import HeadStep, HeldOut, copy_module, feature_rms, fingerprint, scale_features
 from train.processes import Ranks, barrier, start
 from train.sizes import coverage, describe_head_run, summary
 from train.unroll import Unroll, count_rows
@@ -56,6 +56,9 @@ class Config(LoopConfig):
     loss_normalisation: Literal["step", "eagle"] = field(
         default="step",
         metadata={"help": "divide by the loss rows of the optimiser step, or like EAGLE by all positions"},
+    )
+    feature_scaling: Literal["rms", "none"] = field(
+        default="rms", metadata={"help": "start fc from features of equal size, or as they come"}
     )
     head_init: str = field(default="", metadata={"help": "start from this head (folder or hub id)"})
     expert_dtype: Literal["float32", "bfloat16"] = field(default="bfloat16", metadata={"help": "of the frozen expert"})
@@ -86,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = begin_run(config, ranks, argv)
     expert, stops = load_expert(config, ranks)
     texts = Texts.load(config.train_tokens, config.max_length, expert.vocab, config.max_answer_tokens)
-    head = build_head(config, expert)
+    head = build_head(config, expert, texts)
     plan = Plan(tuple(texts.lengths), config.batch_size, ranks.world, config.gradient_accumulation, config.seed)
     stream = Stream(
         texts,
@@ -144,7 +147,7 @@ def load_expert(config: Config, ranks: Ranks):
     return pair.expert, frozenset(stop_ids(pair.tokenizer, config.expert))
 
 
-def build_head(config: Config, expert) -> Eagle3Head:
+def build_head(config: Config, expert, texts: Texts) -> Eagle3Head:
     """A fresh head on the given or counted draft vocabulary, or the head of ``--head_init`` with its own.
 
     In fp32: DeepSpeed makes it what ``--dtype`` says.
@@ -157,7 +160,10 @@ def build_head(config: Config, expert) -> Eagle3Head:
         vocabulary = build_vocabulary(config.train_tokens, expert.vocab, config.draft_vocab_size)
     rows = expert.model.lm_head.weight.float()
     head = Eagle3Head.from_expert(expert.config, vocabulary, expert.feature_layers, config.seed, rows)
-    return head.to(expert.device)
+    head = head.to(expert.device)
+    if config.feature_scaling == "rms":
+        scale_features(head, feature_rms(expert, texts))
+    return head
 
 
 if __name__ == "__main__":

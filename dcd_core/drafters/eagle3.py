@@ -59,6 +59,8 @@ class Eagle3Drafter(Drafter):
             tokens.append(token)
             probs.append(distribution)
         self.cache.rollback(lengths)
+        # what goes wrong at one draft is still wrong in the state of the last
+        self.suspect = ~state.isfinite().flatten(1).all(1)
         stacked = torch.stack(probs, dim=1) if noise.rule == "sampled" else None
         return Draft.chain(torch.stack(tokens, dim=1), rule=noise.rule, probs=stacked)
 

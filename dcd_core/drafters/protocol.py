@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dcd_core.draft import Draft
@@ -97,6 +97,9 @@ class Drafter:
     def most_nodes(self, gamma: int) -> int:
         """Most nodes that one draft may have: the caches keep room for a pass over all of them."""
         return gamma
+
+    suspect: Bool[Tensor, " batch"] | None = None
+    """After ``propose``: rows whose draft came out of NaN or infinite states, for the loop to refuse."""
 
     def begin(self, prompts: list[list[int]], first: Accepted, capacity: int) -> None:
         """A new batch of rows after the prefill.

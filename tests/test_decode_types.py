@@ -53,7 +53,7 @@ def broken(pair, which: str, token: int):
 def test_nan_logits_are_refused_and_the_prompt_named(near, name, which, temperature):
     prompts = [Prompt("fine", [9, 10, 11]), Prompt("broken one", [9, 50, 11, 12])]
     settings = Settings(Target(alpha=0.1, temperature=temperature), max_new_tokens=4)
-    with pytest.raises(UserError, match=f"NaN or infinite logits for prompt 'broken one' .method {name}."):
+    with pytest.raises(UserError, match=f"NaN or infinite numbers for prompt 'broken one' .method {name}."):
         decode(assemble(name, broken(near, which, 50)), prompts, settings, max_batch=2)
 
 
@@ -64,7 +64,7 @@ def test_nan_in_a_later_round_or_a_late_row_is_refused(near, place):
     assert text[place] not in PROMPTS[2].ids and text.index(text[place]) == place
     for which in ("expert", "amateur"):
         pair = broken(near, which, text[place])
-        with pytest.raises(UserError, match="NaN or infinite logits for prompt 'p2' .method scd."):
+        with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p2' .method scd."):
             decode(assemble("scd", pair), [PROMPTS[2]], greedy_settings(0.1, gamma=2))
 
 
@@ -83,7 +83,7 @@ def test_only_rows_that_need_a_late_row_are_judged_by_it(near, monkeypatch, brok
     if broken_rows == "others":
         assert texts(decode(assemble("scd", near[0]), PROMPTS, settings, max_batch=4)) == expected and any(mixed)
     else:
-        with pytest.raises(UserError, match="NaN or infinite logits for prompt 'p"):
+        with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p"):
             decode(assemble("scd", near[0]), PROMPTS, settings, max_batch=4)
 
 
@@ -146,3 +146,13 @@ def test_a_rule_that_the_drafter_cannot_offer_is_refused(pairs):
         decode(assemble("dcd_ngram", pairs["smol"][0]), PROMPTS, Settings(rule="sampled"))
     assert AmateurDrafter.default_rule == Eagle3Drafter.default_rule == "sampled"
     assert NgramDrafter.default_rule == Drafter.default_rule == "deterministic"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_head_that_overflows_is_refused(near, temperature):
+    """The output would stay lossless and only the speed would be lost, in silence."""
+    head = tiny_head(near[0])
+    head.fc.weight.data[0, 0] = float("nan")
+    settings = Settings(Target(alpha=0.1, temperature=temperature), max_new_tokens=4)
+    with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p0' .method dcd_eagle3."):
+        decode(assemble("dcd_eagle3", near[0], head), PROMPTS, settings, max_batch=2)
