@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy_training import flags, head_weights, make_toy
+from toy_training import GROUP, flags, head_weights, make_toy
 
 from train.eagle3 import main
 from train.processes import free_port
@@ -19,8 +19,7 @@ STEPS = ["--max_steps=10", "--epochs=3"]
 def launch(*command: str) -> None:
     """Two ranks of a script, as ``deepspeed --num_accelerators 2 SCRIPT ...`` starts them."""
     # the variables of this process's own group must not reach the launcher
-    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE")
-    environment = {name: value for name, value in os.environ.items() if name not in drop}
+    environment = {name: value for name, value in os.environ.items() if name not in GROUP}
     path = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators=2"]

@@ -15,6 +15,8 @@ from data_prep.token_files import Sample, write_tokens
 
 STOP = 3
 """End-of-turn id of the tiny models."""
+GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE")
+"""Variables that say which process group this process belongs to: its children must not inherit them."""
 
 
 def toy_samples(count: int, seed: int = 0) -> list[Sample]:
@@ -85,6 +87,8 @@ def child_main(argv: list[str], log: str, kill_at: tuple[int, float] | None = No
     """train.eagle3.main in this process, killed ``kill_at = (steps, seconds)`` that long after so many optimiser steps
     of this process, or at a place of its second save: ``write`` (half is written), ``rename`` (nothing is renamed)."""
     sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115
+    for name in GROUP:
+        os.environ.pop(name, None)
     import torch
 
     import train.checkpoints
