@@ -134,6 +134,10 @@ def run_stages(pipeline: Pipeline, chosen: list[Stage], started: float, overwrit
         if found == FINISHED and not overwrite:
             print(f"--- {stage.name}: finished before, nothing has changed", flush=True)
             continue
+        if found == STOPPED and not overwrite and wrote_its_metrics(pipeline, stage):
+            record(pipeline, stage, key, None)
+            print(f"--- {stage.name}: was finished when it was stopped", flush=True)
+            continue
         print(f"--- {stage.name}: {found}; budget {clock(stage.budget_s)}", flush=True)
         if found != STOPPED or overwrite:
             clear(pipeline, stage)
@@ -146,13 +150,33 @@ def run_stages(pipeline: Pipeline, chosen: list[Stage], started: float, overwrit
             after = f"stage '{stage.name}' ended with exit code {code} after {clock(seconds)}"
             print(f"error: {after}; the same command goes on from there", file=sys.stderr, flush=True)
             return code
-        outputs = {text: hash_of(pipeline, text, f"stage '{stage.name}' did not write") for text in stage.outputs}
-        write_json_atomic(stamp, {"key": key, "finished": True, "seconds": seconds, "outputs": outputs})
+        record(pipeline, stage, key, seconds)
         over = f", {clock(seconds - stage.budget_s)} over its budget" if seconds > stage.budget_s else ""
         total = clock(time.time() - started)
         print(f"--- {stage.name}: took {clock(seconds)} of {clock(stage.budget_s)}{over}; total {total}", flush=True)
     summarise(pipeline, time.time() - started)
     return 0
+
+
+def record(pipeline: Pipeline, stage: Stage, key: str, seconds: float | None) -> None:
+    """Write down that a stage is finished, and what it made."""
+    outputs = {text: hash_of(pipeline, text, f"stage '{stage.name}' did not write") for text in stage.outputs}
+    stamp = {"key": key, "finished": True, "seconds": seconds, "outputs": outputs}
+    write_json_atomic(stamp_path(pipeline, stage), stamp)
+
+
+def wrote_its_metrics(pipeline: Pipeline, stage: Stage) -> bool:
+    """Whether a stage was stopped in the moment between its own end and our record of it.
+
+    A run folder's metrics.json is the last file that its script writes, and the script refuses to do a finished run
+    again.
+    """
+    began = stamp_path(pipeline, stage).stat().st_mtime_ns
+    folders = {
+        folder for text in stage.outputs for path in matches(pipeline, text)[1] for folder in (path, path.parent)
+    }
+    marks = [folder / "metrics.json" for folder in folders if folder != pipeline.run]
+    return any(mark.is_file() and mark.stat().st_mtime_ns >= began for mark in marks)
 
 
 def state(pipeline: Pipeline, stage: Stage) -> tuple[str, str]:

@@ -154,6 +154,24 @@ def test_a_stopped_stage_goes_on_over_its_own_work(bench):
     assert (bench.run / "out" / "whole").read_text() == "resumed"
 
 
+def test_a_kill_between_the_end_of_a_stage_and_its_record_repeats_nothing(bench, capfd):
+    """The stage writes its metrics last and refuses to run again; its record is what it was while it ran."""
+    write = "import sys, pathlib; f = pathlib.Path(sys.argv[1]); f.mkdir(); (f / 'metrics.json').write_text('1')"
+    stage = {"name": "trained", "budget_s": 5, "command": ["{python}", "-c", write, "{run}/made"], "inputs": []}
+    bench.content["stages"] = [stage | {"outputs": ["{run}/made"]}]
+    bench()
+    stamp, mark = bench.run / ".stages" / "trained.json", bench.run / "made" / "metrics.json"
+    running = {"key": pipeline.json.loads(stamp.read_text())["key"], "finished": False}
+    stamp.write_text(pipeline.json.dumps(running))
+    mark.touch()
+    assert bench() == 0 and "was finished when it was stopped" in capfd.readouterr().out
+    assert bench() == 0 and "finished before" in capfd.readouterr().out
+    # metrics of an earlier run, older than the start of this one, prove nothing
+    os.utime(mark, (1, 1))
+    stamp.write_text(pipeline.json.dumps(running))
+    assert bench() != 0
+
+
 def test_a_stopped_stage_whose_command_changed_starts_from_nothing(bench):
     process = half(bench)
     process.send_signal(signal.SIGTERM)
