@@ -34,6 +34,8 @@ from diagnostics.loading import inputs_key, load_models, read_prompts
 from diagnostics.parts import Parts
 
 REFERENCES = ("ar", "cd")
+PORTION = 4
+"""Batches whose prompts are answered, and kept, together: in one, waiting prompts take the places of finished ones."""
 
 
 @dataclass
@@ -136,7 +138,8 @@ def result_settings(config: Config) -> dict:
 
 
 class Writer:
-    """Texts by any method or reference, batch by batch; each is written once and kept for every check that needs it."""
+    """Texts by any method or reference, some batches at a time; each is written once and kept for every check that
+    needs it."""
 
     def __init__(self, pair: Pair, head, stops: tuple[int, ...], config: Config, parts: Parts):
         self.pair, self.head, self.stops, self.config, self.parts = pair, head, stops, config, parts
@@ -144,7 +147,9 @@ class Writer:
     def texts(self, name: str, check: Check, prompts: list[Prompt]) -> list[list[int]]:
         """Answers to some prompts, by a method or by "generate" or "loop"."""
         if name == "generate":
-            return stock_generate(self.pair.expert, prompts, self.stops, self.config.max_new_tokens)
+            expert, longest = self.pair.expert, self.config.max_new_tokens
+            pieces = batches(prompts, self.config.batch)
+            return [text for _, some in pieces for text in stock_generate(expert, some, self.stops, longest)]
         if name == "loop":
             models = [self.pair.expert, self.pair.amateur]
             return [cache_free(models, check.target, p.ids, self.stops, self.config.max_new_tokens) for p in prompts]
@@ -156,7 +161,7 @@ class Writer:
             gamma=self.config.gamma,
             rule="shared_noise" if check.temperature else "auto",
         )
-        made = decode(assemble(name, self.pair, self.head), prompts, settings, max_batch=len(prompts))
+        made = decode(assemble(name, self.pair, self.head), prompts, settings, max_batch=self.config.batch)
         return [generation.ids for generation in made]
 
     def kept_texts(self, name: str, check: Check, prompts: list[Prompt], index: int) -> list[list[int]]:
@@ -178,7 +183,7 @@ def held_against(check: Check, prompts: list[Prompt], writer: Writer, config: Co
     """Counts of equal texts, near-ties and differences of one check, as a JSON-able dict."""
     result = asdict(check) | {"title": check.title, "equal": 0, "near_ties": 0, "different": 0, "divergences": []}
     with Bar(len(prompts), check.title, unit="prompts") as bar:
-        for index, batch in batches(prompts, config.batch):
+        for index, batch in batches(prompts, PORTION * config.batch):
             expected, found = (writer.kept_texts(name, check, batch, index) for name in (check.expected, check.found))
             for prompt, left, right in zip(batch, expected, found, strict=True):
                 seed = config.seed if check.temperature else None
@@ -207,7 +212,8 @@ def cache_free(
     while len(ids) < len(prompt) + max_new_tokens:
         rows = []
         for one in models:
-            logits = one.model(input_ids=torch.tensor([ids], device=one.device), use_cache=False).logits
+            inputs = torch.tensor([ids], device=one.device)
+            logits = one.model(input_ids=inputs, use_cache=False, logits_to_keep=1).logits
             rows.append(logits[0, -1, : one.vocab].float().log_softmax(-1))
         score = (1 + alpha) * rows[0] - alpha * rows[1]
         ids.append(int(score.argmax()))

@@ -111,6 +111,7 @@ def test_a_stopped_check_goes_on(world, tmp_path, monkeypatch):
         return real(method, prompts, settings, max_batch=max_batch)
 
     monkeypatch.setattr(entry, "decode", stops)
+    monkeypatch.setattr(entry, "PORTION", 1)
     only = ["--methods", "dcd_ngram", "--alphas", "0.5", "--loop_prompts=0", "--noise_prompts=0"]
     with pytest.raises(KeyboardInterrupt):
         entry.main(flags(world, tmp_path / "out", *only))
