@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -193,9 +195,27 @@ def choose_device(device: str) -> torch.device:
     """``auto`` is the accelerator if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"--device {device}: there is no such kind of device; use auto, cpu, cuda or cuda:N") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu or auto")
-    return torch.device(device)
+    return found
+
+
+def refuse_missing_folder(name: str) -> None:
+    """Refuse what is meant as a local path and is not there, before it is looked for on the hub.
+
+    Raises:
+        UserError: a file, or no folder where the name can only be a path (or begins with a folder that exists).
+    """
+    path = Path(name)
+    if path.is_file():
+        raise UserError(f"{name} is a file; give the folder of a model, or a hub id")
+    local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if not path.exists() and (local or ("/" in name and path.parent.is_dir())):
+        raise UserError(f"there is no folder {name}; give the folder of a model, or a hub id such as owner/model")
 
 
 def load_tokenizer(name_or_path: str):
@@ -204,14 +224,17 @@ def load_tokenizer(name_or_path: str):
     Raises:
         UserError: there is none.
     """
+    refuse_missing_folder(name_or_path)
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer at {name_or_path!r}: {first_line(error)}") from error
+        reason = first_line(error).rstrip(":")
+        raise UserError(f"{name_or_path} holds no tokenizer that can be loaded (is it a model's?): {reason}") from error
 
 
 def load_config(name_or_path: str):
     """The configuration of a model folder or hub id, without its weights."""
+    refuse_missing_folder(name_or_path)
     try:
         return AutoConfig.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
@@ -236,13 +259,13 @@ def load_model(
         UserError: unknown dtype, missing model, unsupported attention.
     """
     if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+        raise UserError(f"dtype {dtype!r} is unknown; choose float32 or bfloat16")
     config = load_config(name_or_path)
     refuse_unsupported(config, name_or_path)
     target = choose_device(device)
     try:
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=DTYPES[dtype], attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"cannot load the weights of {name_or_path!r}: {first_line(error)}") from error
     return LanguageModel(model.to(target), vocab, feature_layers)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from dcd_core.errors import UserError
 from dcd_core.models import (
     LanguageModel,
+    choose_device,
     default_feature_layers,
     load_model,
     load_pair,
@@ -194,7 +195,7 @@ def one_line(error) -> str:
 def test_an_unknown_dtype_is_refused(folders):
     with pytest.raises(UserError) as error:
         load_model(str(folders["smol"][0]), dtype="float16", device="cpu")
-    assert one_line(error) == "dtype 'float16' is unknown; choose one of float32, bfloat16, float64"
+    assert one_line(error) == "dtype 'float16' is unknown; choose float32 or bfloat16"
 
 
 @pytest.mark.parametrize("load", [lambda path: load_model(path, device="cpu"), load_tokenizer, load_pair])
@@ -273,3 +274,26 @@ def test_fewer_logits_than_ids_is_refused(folders, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="gives 96 logits, fewer than the 97 ids of its tokenizer"):
         load_pair(str(tmp_path), device="cpu")
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "model.txt").write_text("")
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_: pytest.fail("asked the hub"))
+    for name in ("runs/nope", "/nope", "./nope", "a/b/c"):
+        with pytest.raises(UserError, match="there is no folder"):
+            load_model(name, device="cpu")
+    with pytest.raises(UserError, match="model.txt is a file"):
+        load_model("model.txt", device="cpu")
+
+
+def test_truncated_weights_and_unknown_devices_are_one_line(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    with pytest.raises(UserError, match="cannot load the weights") as error:
+        load_model(str(folder), device="cpu")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="--device tpu: there is no such kind of device"):
+        choose_device("tpu")
