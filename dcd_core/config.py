@@ -23,7 +23,7 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from dcd_core.errors import UserError
-from dcd_core.files import write_json_atomic, write_text_atomic
+from dcd_core.files import TEMPORARY, write_json_atomic, write_text_atomic
 
 Settings = TypeVar("Settings")
 RECORDED_PACKAGES = (
@@ -83,21 +83,61 @@ def run_entry(main: Callable[[], int | None]) -> int:
         return 130
 
 
+def is_free(folder: str | Path) -> bool:
+    """Whether a folder is new or empty. Raises UserError if it has no name, or if it or a parent of it is a file."""
+    if not str(folder):
+        raise UserError("--output is empty; it takes the name of a folder")
+    there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{there} is a file; --output takes a folder")
+    return there != Path(folder) or all(path.name.startswith(TEMPORARY) for path in there.iterdir())
+
+
+def make_folder(folder: str | Path) -> Path:
+    """Make a folder and its parents. Raises UserError if that is not possible."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror}") from None
+    return Path(folder)
+
+
+def refuse_taken(folder: str | Path, overwrite: bool = False) -> None:
+    """Raise UserError unless a run of this script may begin, or go on, in `folder`. Changes nothing.
+
+    It may in a new or empty folder, in an unfinished run of the same script and, with `overwrite`, in a finished one.
+    """
+    if is_free(folder):
+        return
+    folder = Path(folder)
+    try:
+        script = Path(shlex.split((folder / "command.txt").read_text(encoding="utf-8"))[0]).name
+    except (OSError, ValueError, IndexError):
+        raise UserError(f"{folder} holds other files and no run; give a new or empty folder") from None
+    if script != Path(_started_as()).name:
+        raise UserError(f"{folder} holds a run of {script}; choose another folder")
+    if (folder / "metrics.json").exists() and not overwrite:
+        raise UserError(f"{folder} holds a finished run; choose another folder or give --overwrite")
+
+
+def _started_as() -> str:
+    return sys.argv[0] or "python"
+
+
 def save_run(folder: str | Path, config: Any, argv: list[str] | None = None, overwrite: bool = False) -> Path:
     """Begin a run: write config.yaml, command.txt, versions.json and git_sha.txt into `folder`, and return it.
 
-    Raises UserError if the folder holds a finished run (one with metrics.json) and `overwrite` is not set. With it, the
-    old metrics.json is removed first, so that a half redone run never looks finished.
+    Raises UserError where `refuse_taken` does, and for a folder that cannot be made. With `overwrite`, the old
+    metrics.json is removed first, so that a half redone run never looks finished.
     """
-    folder = Path(folder)
-    metrics = folder / "metrics.json"
-    if metrics.exists() and not overwrite:
-        raise UserError(f"{folder} holds a finished run; choose another folder or give --overwrite")
-    metrics.unlink(missing_ok=True)
+    refuse_taken(folder, overwrite)
+    folder = make_folder(folder)
+    (folder / "metrics.json").unlink(missing_ok=True)
     settings = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
-    command = [sys.argv[0], *(sys.argv[1:] if argv is None else argv)]
-    write_text_atomic(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    command = [_started_as(), *(sys.argv[1:] if argv is None else argv)]
+    # first: it is what tells an unfinished run from a folder of something else
     write_text_atomic(folder / "command.txt", shlex.join(map(str, command)) + "\n")
+    write_text_atomic(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     write_json_atomic(folder / "versions.json", versions())
     write_text_atomic(folder / "git_sha.txt", git_sha() + "\n")
     return folder
@@ -135,7 +175,14 @@ def git_sha() -> str:
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the description (a module's docstring) as it was written."""
+    """Shows defaults that say something, which settings are required, and the description (a module's docstring) as it
+    was written.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.required:
+            return f"{action.help} (required)"
+        return action.help if action.default in (None, "", []) else super()._get_help_string(action)
 
 
 class _Parser(HfArgumentParser):

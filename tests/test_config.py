@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from dcd_core import config
-from dcd_core.config import finish_run, parse_config, run_entry, save_run
+from dcd_core.config import finish_run, parse_config, refuse_taken, run_entry, save_run
 from dcd_core.errors import UserError
+from dcd_core.files import TEMPORARY
 
 
 @dataclass
@@ -151,6 +152,17 @@ def test_help_shows_text_defaults_and_percent_signs(capsys):
     assert "50% is 0.5 (default: 0.1)" in shown and "\n    an example" in shown and "local_rank" not in shown
 
 
+def test_help_says_what_is_required_and_shows_no_empty_default(capsys):
+    shown = ""
+    for settings in (Needed, Config):
+        with pytest.raises(SystemExit):
+            parse_config(settings, ["--help"])
+        shown += capsys.readouterr().out
+    assert "a folder (required)" in shown
+    assert not any(f"(default: {nothing})" in shown for nothing in ("", "None", "[]"))
+    assert "(default: False)" in shown
+
+
 def test_bad_input_is_one_line_and_exit_code_2(capsys):
     def refuse():
         raise UserError("a is wrong,\n  in b;\tdo c")
@@ -189,6 +201,44 @@ def test_a_finished_run_is_not_redone(tmp_path):
     assert yaml.safe_load((folder / "config.yaml").read_text())["alpha"] == 0.1, "a refusal changes nothing"
     save_run(tmp_path, Config(), [], overwrite=True)
     assert not (folder / "metrics.json").exists(), "half redone is not finished"
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "model.safetensors").write_text("weights")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="other files and no run"):
+            save_run(tmp_path, Config(), [], overwrite)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    folder = save_run(tmp_path / "run", Config(), [])
+    finish_run(folder, {"loss": 1.5})
+    (folder / "command.txt").write_text("train/other.py --seed 1\n")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="a run of other.py"):
+            save_run(folder, Config(), [], overwrite)
+    assert (folder / "metrics.json").exists()
+
+
+def test_a_run_begins_in_an_empty_folder_and_goes_on_however_early_it_was_killed(tmp_path):
+    (tmp_path / f"{TEMPORARY}-host-1-half").touch()
+    refuse_taken(tmp_path)
+    folder = save_run(tmp_path, Config(), [])
+    for name in ("config.yaml", "versions.json", "git_sha.txt"):
+        (folder / name).unlink()
+    save_run(tmp_path, Config(), [])
+    refuse_taken(tmp_path / "deep" / "new")
+    assert not (tmp_path / "deep").exists()
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match="file is a file; --output takes a folder"):
+            save_run(path, Config(), [])
+    with pytest.raises(UserError, match="--output is empty"):
+        save_run("", Config(), [])
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="cannot make the folder"):
+        save_run(tmp_path / "link", Config(), [])
 
 
 def test_a_metric_that_is_no_number_is_refused(tmp_path):
