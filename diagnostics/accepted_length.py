@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from data_prep.chat_template import template_arguments
-from dcd_core.config import finish_run, parse_config, run_entry, save_run
+from dcd_core.config import finish_run, parse_config, refuse_taken, run_entry, save_run
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
@@ -55,22 +55,28 @@ class Config:
     overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
     def __post_init__(self):
+        template_arguments(self.template_args)  # refused here if it is not JSON
         for name, items in (("--heads", self.heads), ("--alphas", self.alphas)):
             if not items or len(set(items)) < len(items):
                 raise ValueError(f"{name} must name at least one, and none twice; got {items}")
-        if min(self.gamma, self.batch, self.resamples) < 1 or self.max_new_tokens < 2 or self.limit < 0:
-            raise ValueError("--gamma, --batch, --resamples must be 1 or more, --max_new_tokens 2, --limit 0 or more")
+        least = {"gamma": 1, "batch": 1, "resamples": 1, "max_new_tokens": 2, "limit": 0, "seed": 0}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ValueError(f"--{name} must be at least {smallest}, got {getattr(self, name)}")
+        if min(self.alphas) < 0:
+            raise ValueError(f"--alphas must be 0 or more, got {self.alphas}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Roll out once per alpha, replay every head, compare."""
     config = parse_config(Config, argv, description=__doc__)
+    refuse_taken(config.output, config.overwrite)
     prompts, stops = read_prompts(
         config.prompts, config.expert, config.limit, **template_arguments(config.template_args)
     )
     pair, heads = load_heads(config)
+    parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
-    parts = Parts(folder, result_settings(config), config.overwrite)
     rounds = []
     with Bar(len(prompts) * len(config.alphas), "rollouts and replay", unit="prompts") as bar:
         for alpha in config.alphas:

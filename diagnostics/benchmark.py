@@ -20,7 +20,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from data_prep.chat_template import template_arguments
-from dcd_core.config import finish_run, git_sha, parse_config, run_entry, save_run, versions
+from dcd_core.config import finish_run, git_sha, parse_config, refuse_taken, run_entry, save_run, versions
 from dcd_core.decode import Settings
 from dcd_core.files import write_text_atomic
 from dcd_core.methods import METHODS, assemble
@@ -65,6 +65,7 @@ class Config:
     overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
     def __post_init__(self):
+        template_arguments(self.template_args)  # refused here if it is not JSON
         for name, items in (("--methods", self.methods), ("--alphas", self.alphas)):
             if not items or len(set(items)) < len(items):
                 raise ValueError(f"{name} must name at least one, and none twice; got {items}")
@@ -84,12 +85,22 @@ class Config:
 
 
 # an answer's first token belongs to the prefill, so one token makes no round
-LEAST = {"gamma": 1, "max_new_tokens": 2, "repeats": 1, "resamples": 1, "limit": 0, "warmup": 0, "temperature": 0}
+LEAST = {
+    "gamma": 1,
+    "max_new_tokens": 2,
+    "repeats": 1,
+    "resamples": 1,
+    "limit": 0,
+    "warmup": 0,
+    "temperature": 0,
+    "seed": 0,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Time passes alone, let the methods answer, write the records, print measured beside predicted."""
     config = parse_config(Config, argv, description=__doc__)
+    refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
@@ -104,8 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     lineup = arms(config.methods, config.alphas)
     contest = Contest(methods, lineup, pair, settings, config.temperature, config.repeats, config.judged)
+    parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
-    parts = Parts(folder, result_settings(config), config.overwrite)
     latency = parts.get("latency")
     if latency is None:
         typical = sorted(prompts, key=lambda prompt: len(prompt.ids))[len(prompts) // 2]

@@ -23,7 +23,7 @@ from tabulate import tabulate
 from transformers import GenerationConfig
 
 from data_prep.chat_template import template_arguments
-from dcd_core.config import finish_run, parse_config, run_entry, save_run
+from dcd_core.config import finish_run, parse_config, refuse_taken, run_entry, save_run
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.methods import METHODS, assemble
@@ -64,15 +64,19 @@ class Config:
     overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
     def __post_init__(self):
+        template_arguments(self.template_args)  # refused here if it is not JSON
         unknown = [method for method in self.methods if method not in METHODS or method in REFERENCES]
         if unknown or not self.methods:
             choices = ", ".join(name for name in METHODS if name not in REFERENCES)
             raise ValueError(f"--methods {' '.join(self.methods)}: choose from {choices}")
         if not self.alphas or min(self.alphas) < 0:
             raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
-        for name, least in {"batch": 1, "gamma": 1, "max_new_tokens": 1, "limit": 0}.items():
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+
+
+LEAST = {"batch": 1, "gamma": 1, "max_new_tokens": 1, "limit": 0, "loop_prompts": 0, "noise_prompts": 0, "seed": 0}
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,12 @@ NAMES = {"generate": "stock generate", "loop": "cache-free loop"}
 def main(argv: list[str] | None = None) -> int:
     """Write every text both ways, compare, print the table; 1 if any text differs beyond rounding."""
     config = parse_config(Config, argv, description=__doc__)
+    refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, "float32", config.device)
+    parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
-    parts = Parts(folder, result_settings(config), config.overwrite)
     writer = Writer(pair, head, stops, config, parts)
     plan = checks(config, len(prompts))
     results = [held_against(check, prompts[: check.prompts], writer, config) for check in plan]

@@ -5,6 +5,8 @@ import json
 import re
 from pathlib import Path
 
+from jinja2 import TemplateError
+
 from data_prep.chat_template import load_chat_tokenizer, render_ids, stop_ids
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
@@ -43,16 +45,20 @@ def read_prompts(path: str, expert: str, limit: int = 0, **template_arguments) -
     """
     tokenizer = load_chat_tokenizer(expert)
     prompts: dict[str, Prompt] = {}
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in _lines(path):
         if limit and len(prompts) == limit:
             break
         where = f"{path}, line {number}"
         messages, name = _conversation(line, where)
         if name in prompts:
             raise UserError(f"{where}: the id '{name}' occurs twice; answers are paired by id, so give each its own")
-        prompts[name] = Prompt(name, render_ids(tokenizer, messages, True, **template_arguments))
+        try:
+            ids = render_ids(tokenizer, messages, True, **template_arguments)
+        except TemplateError as problem:
+            raise UserError(f"{where}: the chat template of {expert} refuses it: {problem}") from None
+        prompts[name] = Prompt(name, ids)
     if not prompts:
-        raise UserError(f'{path} holds no prompt; it needs lines such as {{"id": "1", "messages": [...]}}')
+        raise UserError(f'{path} is empty; it needs lines such as {{"id": "1", "messages": [...]}}')
     return list(prompts.values()), stop_ids(tokenizer, expert)
 
 
@@ -90,22 +96,30 @@ def fingerprint(folder: str) -> str:
     return digest.hexdigest()
 
 
-def _lines(path: str) -> list[str]:
+def _lines(path: str) -> list[tuple[int, str]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise UserError(f"cannot read the prompts in {path}: {getattr(problem, 'strerror', None) or problem}") from None
-    return [line for line in text.splitlines() if line.strip()]
+    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
 def _conversation(line: str, where: str) -> tuple[list[dict], str]:
+    expected = (
+        "a prompt is {id, messages: [{role, content}]} with a user message; data_prep/conversations.py makes such files"
+    )
     try:
         record = json.loads(line)
-        name, messages = str(record["id"]), record["messages"]
-        last = max(index for index, message in enumerate(messages) if message["role"] == "user")
-    except (ValueError, KeyError, TypeError) as problem:
-        raise UserError(
-            f"{where} is not a prompt ({type(problem).__name__}: {problem}); expected "
-            "{id, messages: [{role, content}]} with a user message"
-        ) from None
-    return messages[: last + 1], name
+    except (ValueError, RecursionError):
+        raise UserError(f"{where} is not JSON; {expected}") from None
+    for name, kind in (("id", str | int), ("messages", list)):
+        if not isinstance(record, dict) or not isinstance(record.get(name), kind):
+            raise UserError(f"{where} has no '{name}'; {expected}")
+    messages = record["messages"]
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise UserError(f"{where} holds a message without role and content as text; {expected}")
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if not users:
+        raise UserError(f"{where} has no user message; {expected}")
+    return messages[: users[-1] + 1], str(record["id"])

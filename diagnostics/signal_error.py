@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from data_prep.chat_template import template_arguments
-from dcd_core.config import finish_run, git_sha, parse_config, run_entry, save_run, versions
+from dcd_core.config import finish_run, git_sha, parse_config, refuse_taken, run_entry, save_run, versions
 from dcd_core.contrast import Target
 from dcd_core.decode import Generation, Prompt, Settings, decode
 from dcd_core.files import content_hash
@@ -63,27 +63,27 @@ class Config:
     overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
     def __post_init__(self):
+        template_arguments(self.template_args)  # refused here if it is not JSON
         if not self.alphas or min(self.alphas) < 0:
             raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
         if len(set(self.alphas)) < len(self.alphas):
             raise ValueError(f"--alphas names a contrast strength twice: {self.alphas}")
         if self.max_new_tokens < 2:
             raise ValueError("--max_new_tokens must be at least 2: an answer's first token is never drafted")
-        for name in ("batch", "resamples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.limit < 0:
-            raise ValueError(f"--limit must be 0 (all) or more, got {self.limit}")
+        for name, least in {"batch": 1, "resamples": 1, "limit": 0, "seed": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Roll out, measure, write the records, print the shares."""
     config = parse_config(Config, argv, description=__doc__)
+    refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
+    parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
-    parts = Parts(folder, result_settings(config), config.overwrite)
     names = {
         "pair": " / ".join(short_name(name) for name in (config.expert, config.amateur, config.head)),
         "dataset": config.dataset or short_name(config.prompts).removesuffix(".jsonl"),

@@ -81,7 +81,9 @@ def test_refusals(world, tmp_path):
         (["--heads", str(world / "head"), str(world / "head")], "none twice"),
         (["--heads", str(world / "head"), str(tmp_path / "far")], "other layers"),
         (["--heads", str(tmp_path / "missing")], "missing"),
-        (["--gamma=0"], "1 or more"),
+        (["--gamma=0"], "--gamma must be at least 1"),
+        (["--seed=-1"], "--seed must be at least 0"),
+        (["--alphas", "-1"], "--alphas must be 0 or more"),
     ):
         with pytest.raises(UserError, match=message):
             entry.main(flags(world, tmp_path / "no", *more))

@@ -111,6 +111,7 @@ def test_a_stopped_run_goes_on(world, tmp_path, monkeypatch):
         entry.main(flags(world, tmp_path / "out", *only))
     with pytest.raises(UserError, match="other settings"):
         entry.main(flags(world, tmp_path / "out", *only, "--gamma=2"))
+    assert "gamma: 3" in (tmp_path / "out" / "config.yaml").read_text(), "a refused start changes nothing"
     entry.main(flags(world, tmp_path / "out", *only))
     assert asked == ["p0"] * 4 + ["p1"] * 2 + ["p1"] * 4 + ["p2"] * 2  # warm-up again, p0 not again
     rows = read_records(tmp_path / "out" / "rounds.parquet", "rounds").rows
@@ -133,12 +134,25 @@ def test_a_stopped_run_goes_on(world, tmp_path, monkeypatch):
         (["--amateur="], "contrasts with an amateur; give --amateur"),
         (["--rule=guess"], "rule 'guess' is unknown"),
         (["--temperature=nan"], "finite"),
+        (["--seed=-1"], "--seed must be at least 0"),
+        (["--template_args={"], "not JSON"),
     ],
 )
 def test_refusals_leave_nothing_behind(world, tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         entry.main(flags(world, tmp_path / "out", *change))
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(entry, "read_prompts", lambda *_, **__: pytest.fail("nothing is read yet"))
+    (tmp_path / "file").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    for name, message in (("file", "file is a file"), ("model", "other files and no run"), ("file/a", "is a file")):
+        with pytest.raises(UserError, match=message):
+            entry.main(flags(world, tmp_path / name, "--overwrite"))
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
 
 
 def test_a_refusal_is_one_line_and_exit_code_2(world, tmp_path, capsys):

@@ -126,6 +126,8 @@ def test_a_stopped_check_goes_on(world, tmp_path, monkeypatch):
         (["--methods", "cd"], "choose from expert_sd"),
         (["--alphas", "-1"], "0 or more"),
         (["--batch=0"], "--batch must be at least 1"),
+        (["--seed=-1"], "--seed must be at least 0"),
+        (["--loop_prompts=-1"], "--loop_prompts must be at least 0"),
         (["--head=nowhere"], "nowhere"),
     ],
 )

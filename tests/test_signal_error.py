@@ -116,13 +116,14 @@ def test_a_stopped_run_goes_on_and_gives_the_same_records(world, tmp_path, monke
         (["--alphas", "0.1", "0.1"], "twice"),
         (["--max_new_tokens=1"], "at least 2"),
         (["--batch=0"], "--batch must be at least 1"),
+        (["--seed=-1"], "--seed must be at least 0"),
         (["--prompts=nowhere.jsonl"], "nowhere.jsonl"),
         (["--head=nowhere"], "nowhere"),
         (["--template_args={"], "not JSON"),
     ],
 )
 def test_refusals_leave_nothing_behind(world, tmp_path, change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         entry.main(flags(world, tmp_path / "out", *change))
     assert not (tmp_path / "out").exists()
 
@@ -130,9 +131,11 @@ def test_refusals_leave_nothing_behind(world, tmp_path, change, message):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", "holds no prompt"),
-        ("{not json", "line 1 is not a prompt"),
-        ('{"id": "a", "messages": [{"role": "assistant", "content": "x"}]}', "with a user message"),
+        ("", "bad.jsonl is empty"),
+        ("{not json", "line 1 is not JSON"),
+        ('{"messages": []}', "line 1 has no 'id'; .*conversations.py"),
+        ('{"id": "a", "messages": [{"role": "user"}]}', "without role and content"),
+        ('{"id": "a", "messages": [{"role": "assistant", "content": "x"}]}', "has no user message"),
         ('{"id": "a", "messages": [{"role": "user", "content": "x"}]}\n' * 2, "line 2: the id 'a' occurs twice"),
     ],
 )
