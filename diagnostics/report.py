@@ -4,7 +4,8 @@
 
 `--runs` takes run folders, or folders that hold them: signal studies (positions.parquet), benchmarks (rounds.parquet),
 identity checks, and trained heads or amateurs (metrics.json with a history). Writes index.html, with every figure
-embedded, and the figures as PNG beside it. Needs no torch and no models; the same records give the same page.
+embedded, and the figures as PNG beside it; an earlier report there is replaced. Needs no
+torch and no models; the same records give the same page.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (a backend for plots without a display)
@@ -14,15 +15,17 @@ from pathlib import Path
 
 import jinja2
 
-from dcd_core.config import git_sha, parse_config, run_entry
+from dcd_core.config import git_sha, is_free, make_folder, parse_config, run_entry
 from dcd_core.errors import UserError
-from dcd_core.files import write_text_atomic
+from dcd_core.files import TEMPORARY, remove, write_text_atomic
 from diagnostics import paper
-from diagnostics.report_runs import Run, find_runs
+from diagnostics.report_runs import Run, Section, find_runs
 from diagnostics.report_signal import signal_section
 from diagnostics.report_speed import identity_section, speed_section
 from diagnostics.report_training import training_section
 
+PAGE = "index.html"
+MARK = "Fast contrastive decoding with an expert-aligned drafter"  # in every page: an earlier report is known by it
 SECTIONS = {
     "signal": signal_section,
     "benchmark": speed_section,
@@ -42,27 +45,54 @@ class Config:
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
 
     def __post_init__(self):
+        if not self.runs or not all(self.runs):
+            raise ValueError("--runs needs a folder of finished runs, or several")
         if self.resamples < 1:
             raise ValueError(f"--resamples must be at least 1, got {self.resamples}")
+        if self.seed < 0:
+            raise ValueError(f"--seed must be at least 0, got {self.seed}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Find the runs, draw and describe each, render the page."""
     config = parse_config(Config, argv, description=__doc__)
+    folder = Path(config.output)
+    refuse_foreign(config.output)
     runs, notes = find_runs(config.runs)
     for note in notes:
         print(note)
-    sections = []
-    for kind, build in SECTIONS.items():
-        for run in (run for run in runs if run.kind == kind):
-            sections.append(build(run, Path(config.output), config.resamples, config.seed))
-    page = render(sections, runs, notes, config)
-    write_text_atomic(Path(config.output) / "index.html", page)
-    print(f"wrote {Path(config.output) / 'index.html'}")
+    new = not folder.exists()
+    make_folder(folder)
+    try:
+        page = render(build_sections(runs, config), runs, notes, config)
+        write_text_atomic(folder / PAGE, page)
+    except UserError:
+        if new:  # the pictures of the runs before the bad one
+            remove(folder)
+        raise
+    print(f"wrote {folder / PAGE}")
     return 0
 
 
-def render(sections: list, runs: list[Run], notes: list[str], config: Config) -> str:
+def refuse_foreign(folder: str) -> None:
+    """Raise UserError unless `folder` is new, empty, or what an earlier report left (pictures alone: a stopped one)."""
+    if is_free(folder):
+        return
+    page = Path(folder) / PAGE
+    if page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace"):
+        return
+    if any(path.suffix != ".png" and not path.name.startswith(TEMPORARY) for path in page.parent.iterdir()):
+        raise UserError(f"{folder} holds other files and no earlier report; give a new or empty folder")
+
+
+def build_sections(runs: list[Run], config: Config) -> list[Section]:
+    """Every run drawn and described, kind by kind."""
+    page = Path(config.output)
+    ordered = [(build, run) for kind, build in SECTIONS.items() for run in runs if run.kind == kind]
+    return [build(run, page, config.resamples, config.seed) for build, run in ordered]
+
+
+def render(sections: list[Section], runs: list[Run], notes: list[str], config: Config) -> str:
     """The page as text. Raises UserError if the template asks for something that is not there."""
     folder = Path(__file__).parent
     environment = jinja2.Environment(
@@ -76,7 +106,13 @@ def render(sections: list, runs: list[Run], notes: list[str], config: Config) ->
     title = config.title or "; ".join(pairs) or "Training runs"
     try:
         return environment.get_template("report.html.j2").render(
-            title=title, sections=sections, runs=runs, notes=notes, git_sha=git_sha(), paper_name=paper.NAME
+            title=title,
+            mark=MARK,
+            sections=sections,
+            runs=runs,
+            notes=notes,
+            git_sha=git_sha(),
+            paper_name=paper.NAME,
         )
     except jinja2.TemplateError as problem:
         raise UserError(f"the report's template cannot be filled: {problem}") from problem

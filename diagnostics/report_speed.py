@@ -32,7 +32,8 @@ def speed_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     section = Section(f"Speed: {run.metrics.get('pair', run.name)}, on {run.metrics.get('dataset', 'unnamed prompts')}")
     section.headlines = speed_headlines(entries)
     if run.metrics.get("agreement"):
-        section.headlines.append(Headline("Same text?", agreement_sentence(run.metrics["agreement"])))
+        words = agreement_sentence(run.metrics["agreement"])
+        section.headlines.append(Headline("Same text? Speed run", words, f"The timed texts of '{run.name}'."))
     section.text = [how(settings, entries)]
     section.pictures = pictures(entries, page, run.name)
     section.tables = [speed_table(entries), split_table(entries)]
@@ -167,7 +168,8 @@ def identity_section(run: Run, page: Path, resamples: int, seed: int) -> Section
     """The identity check as a table."""
     checks = run.metrics["checks"]
     section = Section("Is it lossless?")
-    section.headlines = [Headline("Same text?", agreement_sentence(checks))]
+    small = f"{count(len(checks))} checks of '{run.name}', in fp32."
+    section.headlines = [Headline("Same text? Identity check", agreement_sentence(checks), small)]
     section.text = [
         "Every text was written two ways and compared token by token, in fp32. Texts may part only where the two best "
         "scores lie closer than 1e-3 nats, which is rounding."

@@ -172,6 +172,55 @@ def test_refusals(tmp_path):
     refused("metrics.json cannot be read", tmp_path / "broken")
 
 
+def test_an_output_of_something_else_is_refused(tmp_path):
+    head_run(tmp_path / "runs" / "head")
+    page = tmp_path / "page"
+    page.write_text("not a folder")
+    with pytest.raises(UserError, match="page is a file"):
+        make(tmp_path)
+    page.unlink()
+    page.mkdir()
+    (page / "index.html").write_text("my own site")
+    with pytest.raises(UserError, match="other files and no earlier report"):
+        make(tmp_path)
+    assert (page / "index.html").read_text() == "my own site" and len(list(page.iterdir())) == 1
+    (page / "index.html").unlink()
+    (page / "left-by-a-stopped-report.png").touch()
+    make(tmp_path)
+    (page / "notes.txt").touch()
+    make(tmp_path, "--title=again")
+    assert "again" in (page / "index.html").read_text()
+
+
+def test_a_bad_record_leaves_no_folder_of_pictures(everything):
+    (everything / "runs" / "benchmark" / "rounds.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="rounds.parquet: not a readable"):
+        make(everything)
+    assert not (everything / "page").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--seed=-1"], "--seed must be at least 0"),
+        (["--runs"], "--runs needs a folder"),
+        (["--output="], "--output is empty"),
+    ],
+)
+def test_bad_settings_are_refused(everything, flags, message):
+    with pytest.raises(UserError, match=message):
+        make(everything, *flags)
+    assert not (everything / "page").exists()
+
+
+def test_the_two_lossless_sentences_say_what_they_are_about(everything):
+    counts = {"method": "scd", "alpha": 0.1, "equal": 8, "near_ties": 0, "different": 0}
+    benchmark_run(everything / "runs" / "benchmark", agreement=[counts])
+    text = text_of(make(everything))
+    assert "Same text? Speed run Lossless: 8 of 8" in text and "The timed texts of" in text
+    assert "Same text? Identity check Lossless: 99 of 100" in text
+
+
 def test_words():
     found = {"estimate": 0.8369, "low": 0.8281, "high": 0.8449}
     assert percent(found) == "83.7% [82.8, 84.5]"
