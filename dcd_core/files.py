@@ -7,8 +7,9 @@ import math
 import os
 import shutil
 import socket
+import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,58 @@ def write_json_atomic(path: str | os.PathLike, value: Any) -> None:
     if where:
         raise UserError(f"{Path(path).name}: {where} is not a finite number; nothing was written")
     write_text_atomic(path, json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def check_output_file(path: str | os.PathLike, inputs: Iterable[str | os.PathLike] = ()) -> Path:
+    """`path`, once it is sure that a file can be put there: to be called before the work, not after it.
+
+    Raises UserError for an empty name, a folder or a device, a place where nothing can be written, and for one of
+    `inputs`, which would be lost.
+    """
+    name = os.fspath(path)
+    if not name:
+        raise UserError("the name of the output file is empty")
+    path = Path(name)
+    try:
+        if path.is_dir() or name.endswith(os.sep):
+            raise UserError(f"{name} is a folder, and the output is a file: give it a name in there")
+        if path.exists() and not path.is_file():
+            raise UserError(f"{name} is no ordinary file and cannot be replaced")
+        for other in inputs:
+            if path.exists() and os.path.exists(other) and path.samefile(other):
+                raise UserError(f"{name} is read from and would be replaced: give the output another name")
+        _check_writable(path.parent, name)
+    except OSError as error:
+        raise UserError(f"{name} cannot be written ({error.strerror})") from None
+    return path
+
+
+def check_output_folder(path: str | os.PathLike) -> Path:
+    """`path`, once it is sure that files can be put into such a folder; it need not be there yet.
+
+    Raises UserError for an empty name, a file, and a place where nothing can be written.
+    """
+    name = os.fspath(path)
+    if not name:
+        raise UserError("the name of the output folder is empty")
+    path = Path(name)
+    try:
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{name} is a file, and the output is a folder: choose another name")
+        _check_writable(path, name)
+    except OSError as error:
+        raise UserError(f"{name} cannot be written ({error.strerror})") from None
+    return path
+
+
+def _check_writable(folder: Path, name: str) -> None:
+    """Try it, in the nearest folder that is there: permissions alone say too much to root, and of /proc."""
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UserError(f"{name} cannot be written: {folder} is not a folder")
+    with tempfile.TemporaryDirectory(prefix=f"{_temporary_prefix()}{os.getpid()}-", dir=folder):
+        pass
 
 
 def file_hash(path: str | os.PathLike) -> str:

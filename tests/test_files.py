@@ -10,7 +10,16 @@ import numpy
 import pytest
 
 from dcd_core.errors import UserError
-from dcd_core.files import atomic_path, cache_dir, content_hash, file_hash, write_json_atomic, write_text_atomic
+from dcd_core.files import (
+    atomic_path,
+    cache_dir,
+    check_output_file,
+    check_output_folder,
+    content_hash,
+    file_hash,
+    write_json_atomic,
+    write_text_atomic,
+)
 from dcd_core.progress import Bar, progress
 
 
@@ -120,3 +129,29 @@ def test_other_ranks_are_quiet_and_short_work_says_nothing(capsys, monkeypatch):
         bar.last_line -= 100
         bar.update(3, "loss 1")
     assert capsys.readouterr().err == ""
+
+
+def test_an_output_is_checked_before_the_work(tmp_path):
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert check_output_file(str(tmp_path / "new" / "x")) == tmp_path / "new" / "x"
+    assert check_output_file(tmp_path / "a") == tmp_path / "a"
+    assert check_output_folder(tmp_path) == tmp_path and check_output_folder(tmp_path / "new") == tmp_path / "new"
+    for bad, message in (
+        ("", "is empty"),
+        (".", "is a folder"),
+        (f"{tmp_path}/new/", "is a folder"),
+        (tmp_path / "a" / "x", "is not a folder"),
+        ("/dev/null", "no ordinary file"),
+        ("/proc/x/y", "cannot be written"),
+        (tmp_path / ("n" * 300), "cannot be written"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_output_file(bad)
+    for source in (tmp_path / "a", tmp_path / "link"):
+        with pytest.raises(UserError, match="is read from"):
+            check_output_file(tmp_path / "a", [tmp_path / "other", source])
+    for bad, message in (("", "is empty"), (tmp_path / "a", "is a file"), ("/proc/x", "cannot be written")):
+        with pytest.raises(UserError, match=message):
+            check_output_folder(bad)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link"], "nothing is left of the checks"
