@@ -15,7 +15,6 @@ import dcd_core.environment  # noqa: F401  (first: it sets what torch and others
 import fcntl
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -26,12 +25,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from dcd_core.config import parse_config, read_yaml, run_entry
+from data_prep.pipeline_file import PLACES, ROOT, Pipeline, Stage, fill, free_port, load_pipeline
+from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
-from dcd_core.files import TEMPORARY, cache_dir, content_hash, file_hash, remove, write_json_atomic
+from dcd_core.files import TEMPORARY, check_output_folder, content_hash, file_hash, remove, write_json_atomic
 
-ROOT = Path(__file__).resolve().parent.parent
-PLACES = ("python", "run", "cache")
 FINISHED, STOPPED = "finished", "stopped half-way"
 
 
@@ -39,7 +37,10 @@ FINISHED, STOPPED = "finished", "stopped half-way"
 class Config:
     """What to run, and where."""
 
-    pipeline: str = field(default="configs/pipelines/demo.yaml", metadata={"help": "YAML file with the stages"})
+    pipeline: str = field(
+        default="configs/pipelines/demo.yaml",
+        metadata={"help": "YAML file of stages, here or in the source tree"},
+    )
     run_dir: str = field(default="", metadata={"help": "folder for everything the run makes (default: as in the file)"})
     cache_dir: str = field(
         default="", metadata={"help": "folder for models and data (default: $DCD_CACHE, ~/.cache/dcd)"}
@@ -55,66 +56,18 @@ class Config:
             raise ValueError("--only and --from choose stages in two ways; give one of them")
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One command. Words in braces in its parts are variables; paths are relative to the root of the source tree."""
-
-    name: str
-    budget_s: float
-    command: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """The stages of a file in order, and the values of its variables."""
-
-    stages: tuple[Stage, ...]
-    variables: dict[str, str]
-    budget_s: float
-    result: str
-
-    @property
-    def run(self) -> Path:
-        return ROOT / self.variables["run"]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run, or list, the chosen stages; returns the exit code of a stage that failed, else 0."""
     config = parse_config(Config, argv, description=__doc__)
     pipeline = load_pipeline(config.pipeline, config.run_dir, config.cache_dir)
     chosen = choose(pipeline, config.only, config.from_stage)
+    if pipeline.run.exists() and not pipeline.run.is_dir():
+        raise UserError(f"--run_dir {pipeline.run} is a file: give a folder")
     if config.list_stages:
         print_states(pipeline)
         return 0
-    with lock(pipeline.run) as held:
+    with lock(check_output_folder(pipeline.run)) as held:
         return run_stages(pipeline, chosen, config.started or time.time(), config.overwrite, held)
-
-
-def load_pipeline(path: str, run_dir: str = "", cache_folder: str = "") -> Pipeline:
-    """Read a pipeline file. Raises UserError for a missing or unknown key, a repeated name or an unknown variable."""
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold `run` and `stages`")
-    _check_keys(content, {"run", "stages"}, {"variables", "budget_s", "result"}, path)
-    own = {name: str(value) for name, value in (content.get("variables") or {}).items()}
-    taken = [name for name in own if name in PLACES]
-    if taken:
-        raise UserError(f"{path}: the variable '{taken[0]}' is set by the pipeline; choose another name")
-    variables = own | {
-        "python": sys.executable,
-        "run": run_dir or content["run"],
-        "cache": str(cache_dir(cache_folder)),
-    }
-    stages = [_stage(entry, variables, path) for entry in content["stages"]]
-    names = [stage.name for stage in stages]
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        raise UserError(f"{path}: two stages are named '{repeated[0]}'")
-    budget = float(content.get("budget_s", sum(stage.budget_s for stage in stages)))
-    result = fill(content.get("result", ""), variables, path)
-    return Pipeline(tuple(stages), variables, budget, result)
 
 
 def choose(pipeline: Pipeline, only: list[str], first: str) -> list[Stage]:
@@ -182,8 +135,8 @@ def wrote_its_metrics(pipeline: Pipeline, stage: Stage) -> bool:
 def state(pipeline: Pipeline, stage: Stage) -> tuple[str, str]:
     """What to say about a stage (FINISHED, STOPPED, or why it has to run), and the key of its command and inputs.
 
-    The key leaves out where the run, the cache and Python are: moving them changes no result. Raises UserError if an
-    input is not there.
+    The key leaves out where the run, the cache and Python are, and the port: no result depends on them. Raises
+    UserError if an input is not there.
     """
     own = pipeline.variables | {name: f"{{{name}}}" for name in PLACES}
     inputs = {text: hash_of(pipeline, text, f"stage '{stage.name}' needs") for text in stage.inputs}
@@ -231,7 +184,7 @@ def run_command(pipeline: Pipeline, stage: Stage, held: int) -> int:
 
     The child inherits the lock (`held`): if this process is killed outright, the lock lasts until the child has ended.
     """
-    command = [fill(part, pipeline.variables) for part in stage.command]
+    command = [fill(part, pipeline.variables | {"port": free_port()}) for part in stage.command]
     environment = os.environ | {
         "DCD_CACHE": pipeline.variables["cache"],
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
@@ -348,40 +301,12 @@ def read_stamp(pipeline: Pipeline, stage: Stage) -> dict | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def fill(text: str, variables: dict[str, str], where: str = "") -> str:
-    """Put the variables in. Raises UserError for a name that is none of them."""
-    try:
-        return text.format_map(variables)
-    except (KeyError, ValueError, IndexError) as error:
-        raise UserError(f"{where}: '{text}' has no variable {error}; there are {', '.join(variables)}") from None
-
-
 def clock(seconds: float) -> str:
     """Seconds in words: `4.2 s`, `3 min 05 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
-
-
-def _stage(entry: dict, variables: dict[str, str], path: str) -> Stage:
-    if not isinstance(entry, dict):
-        raise UserError(f"{path}: each stage is a block of `key: value` lines, got {entry!r}")
-    where = f"{path}: stage {entry.get('name')}"
-    _check_keys(entry, {"name", "budget_s", "command", "outputs"}, {"inputs"}, where)
-    command = shlex.split(entry["command"]) if isinstance(entry["command"], str) else map(str, entry["command"])
-    inputs, outputs = tuple(entry.get("inputs") or ()), tuple(entry["outputs"])
-    stage = Stage(str(entry["name"]), float(entry["budget_s"]), tuple(command), inputs, outputs)
-    for text in (*stage.command, *stage.inputs, *stage.outputs):
-        fill(text, variables, where)  # refuses an unknown variable before anything runs
-    return stage
-
-
-def _check_keys(entry: dict, required: set[str], optional: set[str], where: str) -> None:
-    for name in required - set(entry):
-        raise UserError(f"{where} lacks '{name}'")
-    for name in set(entry) - required - optional:
-        raise UserError(f"{where} has an unknown key '{name}'; known are {', '.join(sorted(required | optional))}")
 
 
 if __name__ == "__main__":

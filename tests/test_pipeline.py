@@ -246,3 +246,43 @@ def test_the_cache_is_not_emptied(bench):
     stage["command"] = [*command, "more"]
     assert bench() == 0
     assert (kept / "weights").read_text() == "w" and (bench.run / "model" / "weights").read_text() == "w"
+
+
+def test_a_port_is_free_and_no_part_of_what_a_stage_is(bench):
+    """The command is given a port that it can listen on; another one next time does not repeat the stage."""
+    listen = (
+        "import pathlib, socket, sys; socket.create_server(('127.0.0.1', int(sys.argv[1]))).close(); "
+        "pathlib.Path(sys.argv[2]).write_text(sys.argv[1])"
+    )
+    command = ["{python}", "-c", listen, "{port}", "{run}/port"]
+    bench.content["stages"] = [{"name": "listen", "budget_s": 5, "command": command, "outputs": ["{run}/port"]}]
+    assert bench() == 0 and int((bench.run / "port").read_text()) > 1024
+    made = (bench.run / "port").stat().st_mtime_ns
+    assert bench() == 0 and (bench.run / "port").stat().st_mtime_ns == made
+
+
+def test_every_deepspeed_of_ours_is_given_a_port():
+    """Two of them on one machine would meet at the launcher's own port."""
+    found = 0
+    for path in sorted((pipeline.ROOT / "configs" / "pipelines").glob("*.yaml")):
+        for stage in pipeline.load_pipeline(str(path)).stages:
+            if stage.command[0] == "deepspeed":
+                assert stage.command[1:3] == ("--master_port", "{port}"), f"{path}: stage {stage.name}"
+                found += 1
+    assert found >= 2
+
+
+def test_the_source_trees_files_are_found_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert pipeline.main(["--list", "--run_dir", str(tmp_path / "run")]) == 0
+    assert "pair" in capsys.readouterr().out and list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="cannot read configs/none.yaml"):
+        pipeline.main(["--list", "--pipeline", "configs/none.yaml"])
+
+
+def test_a_run_folder_that_is_a_file_is_refused(bench):
+    bench.run.write_text("mine")
+    for flags in ([], ["--list"]):
+        with pytest.raises(UserError, match="is a file"):
+            bench(*flags)
+    assert bench.run.read_text() == "mine"
