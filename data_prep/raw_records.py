@@ -35,10 +35,16 @@ class Reading:
         """The report, as lines of text."""
         lines = [f"{self.records} whole records"]
         if self.unreadable_lines:
-            lines.append(f"{self.unreadable_lines} lines are not JSON: dropped")
+            lines.append(f"{self.unreadable_lines} lines are not JSON, or nested too deeply: dropped")
         if self.cut:
             lines.append(f"cut off after record {self.records}: the last {self.cut_characters} characters are dropped")
         return lines
+
+
+def is_local(source: str) -> bool:
+    """Whether a source is a file, an archive or a wheel, which have no splits, and no hub data set."""
+    path = Path(source)
+    return source.startswith("pypi:") or path.suffix in (*ARCHIVES, *JSON_SUFFIXES) or path.is_file()
 
 
 def read_records(source: str, cache: Path, reading: Reading, split: str = "train", subset: str = "") -> Iterator[Any]:
@@ -105,11 +111,17 @@ def hub_records(source: str, reading: Reading, split: str, subset: str) -> Itera
 def _text_chunks(stream: BinaryIO, name: str) -> Iterator[str]:
     """Decoded text, a chunk at a time; bytes of an unfinished character at the very end count as cut off."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    size, line = 0, 1
     while data := stream.read(CHUNK):
+        size += len(data)
         try:
             text = decoder.decode(data)
         except UnicodeDecodeError as error:
-            raise UserError(f"{name} is not UTF-8 text ({error.reason})") from None
+            # what the decoder was at: these data, and before them part of a character of the last ones
+            place = size - len(error.object) + error.start
+            line += error.object[: error.start].count(b"\n")
+            raise UserError(f"{name} is not UTF-8 text: line {line}, byte {place} ({error.reason})") from None
+        line += data.count(b"\n")
         # a chunk may hold only part of a character; an empty text would look like the end of the file
         if text:
             yield text
@@ -129,6 +141,8 @@ def _array(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Ite
             complete = end < len(buffer) or not isinstance(value, (int, float))
         except json.JSONDecodeError:
             complete = False
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{name}: record {reading.records + 1} cannot be read ({_reason(error)})") from None
         if complete:
             place = end
             reading.records += 1
@@ -154,14 +168,18 @@ def _lines(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Ite
             continue
         try:
             value = json.loads(line)
-        except json.JSONDecodeError:
-            if last:
+        except (ValueError, RecursionError) as error:
+            if last and isinstance(error, json.JSONDecodeError):
                 reading.cut, reading.cut_characters = True, len(line)
             else:
                 reading.unreadable_lines += 1
             continue
         reading.records += 1
         yield value
+
+
+def _reason(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _split_lines(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Iterator[tuple[str, bool]]:

