@@ -13,14 +13,15 @@ end-of-turn token, and its conversation ends there. It may be stopped at any mom
 
 import dcd_core.environment  # noqa: F401  isort: skip
 
-import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from data_prep.answers import answer_batch, plan
+from data_prep.answers import Work, answer_batch, plan
 from data_prep.chat_template import Chat, template_arguments
+from data_prep.finished import check_outputs, is_finished, report_path
 from data_prep.messages import read_conversations
 from data_prep.resumable import PartialFile
 from dcd_core.config import parse_config, run_entry
@@ -44,8 +45,8 @@ class Config:
     out: str = field(metadata={"help": "JSONL file to write"})
     method: str = field(default="ar", metadata={"help": "ar (the expert alone) or cd (contrastive decoding)"})
     amateur: str = field(default="", metadata={"help": "model folder or hub id, for --method cd"})
-    alpha: float = field(default=0.5, metadata={"help": "contrast strength, for --method cd"})
-    cutoff: float = field(default=0.0, metadata={"help": "plausibility cutoff, for --method cd"})
+    alpha: float | None = field(default=None, metadata={"help": "contrast strength of --method cd; 0.5 if not given"})
+    cutoff: float | None = field(default=None, metadata={"help": "plausibility cutoff of --method cd; 0 if not given"})
     samples: int = field(default=1, metadata={"help": "answers per conversation"})
     temperature: float = field(default=0.0, metadata={"help": "sampling temperature; 0 is greedy"})
     max_new_tokens: int = field(default=256, metadata={"help": "longest answer in tokens"})
@@ -65,35 +66,41 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1")
         for name in ("temperature", "alpha", "cutoff", "max_context", "limit_tokens"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"--{name} must not be negative")
+        if self.seed < 0:
+            raise ValueError("--seed must be at least 0")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError("--samples above 1 needs --temperature above 0: greedy answers are all the same")
         if self.method not in ("ar", "cd"):
             raise ValueError(f"--method {self.method} is not ar or cd")
         if (self.method == "cd") != bool(self.amateur):
             raise ValueError("--amateur and --method cd go together")
+        given = [f"--{name}" for name in ("alpha", "cutoff") if getattr(self, name) is not None]
+        if self.method != "cd" and given:
+            raise ValueError(f"{given[0]} is for --method cd and would do nothing here")
+        self.alpha = 0.5 if self.alpha is None else self.alpha
+        self.cutoff = 0.0 if self.cutoff is None else self.cutoff
         template_arguments(self.template_args)
 
 
 def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
-    out, key = Path(config.out), run_key(config)
-    if finished(out, config, key):
+    out, key = check_outputs(config.out, [config.conversations]), run_key(config)
+    made = {"key": key, "limit_tokens": config.limit_tokens}
+    if is_finished(out, made, config.overwrite):
         print(f"{out} is finished: nothing to do")
         return 0
-    records = list(read_conversations(config.conversations))
-    chat = Chat(config.expert, template_arguments(config.template_args))
-    skips = Counter()
+    records, skips = list(read_conversations(config.conversations)), Counter()
+    batches, answer = prepare(config, records, skips)
+    # opened only now: a refused start leaves nothing behind
     with PartialFile(out.with_name(f"{out.name}.partial-{key[:12]}")) as partial:
-        run(config, records, chat, partial, skips)
-        if not partial.offsets:
-            partial.remove()
-            reasons = ", ".join(f"{number} x {reason}" for reason, number in skips.most_common(3))
-            raise UserError(f"none of the {len(records)} conversations can be answered ({reasons})")
-        counts = write_answers(out, partial, {record["id"]: place for place, record in enumerate(records)})
-        report = {**summary(config, partial, counts), "skipped": dict(skips.most_common())}
-        write_json_atomic(report_path(out), {"key": key, "sha256": file_hash(out), **report})
+        run(config, batches, answer, partial, skips)
+        with atomic_path(out) as temporary:
+            counts = write_answers(temporary, partial, {record["id"]: place for place, record in enumerate(records)})
+            report = {**summary(config, partial, counts), "skipped": dict(skips.most_common())}
+            # before the output itself, which nobody could tell from others without it
+            write_json_atomic(report_path(out), {**made, "sha256": file_hash(temporary), **report})
         partial.remove()
     print_report(report, out)
     return 0
@@ -121,37 +128,15 @@ def model_key(name: str) -> str:
     return f"{name}@{getattr(load_config(name), '_commit_hash', None)}"
 
 
-def report_path(out: Path) -> Path:
-    return out.with_name(out.name + ".report.json")
-
-
-def finished(out: Path, config: Config, key: str) -> bool:
-    """Whether `out` is what this command would write. Raises UserError if it is not, and may not be replaced."""
-    if not out.exists():
-        return False
-    if report_path(out).exists():
-        report = json.loads(report_path(out).read_text(encoding="utf-8"))
-        known = (report.get("key"), report.get("limit_tokens"), report.get("sha256"))
-        if known == (key, config.limit_tokens, file_hash(out)):
-            return True
-    if not config.overwrite:
-        raise UserError(f"{out} exists and was made with other settings: give --overwrite or another --out")
-    return False
-
-
-def run(config: Config, records: list[dict], chat: Chat, partial: PartialFile, skips: Counter) -> None:
-    """Answer every batch that is not in `partial` yet, until all are done or there are enough tokens.
-
-    Portions are the same on every run, so one that is done again after a kill gives the same answers; inside one,
-    waiting conversations take the places of finished ones.
-    """
+def prepare(config: Config, records: list[dict], skips: Counter) -> tuple[list[list[Work]], Callable]:
+    """(batches of conversations, the function that answers one batch). Raises UserError if nothing can be answered."""
+    chat = Chat(config.expert, template_arguments(config.template_args))
     pair = load_pair(config.expert, config.amateur or None, config.dtype, config.device)
     contexts = [model.context for model in (pair.expert, pair.amateur) if model]
     context = min([*contexts, config.max_context] if config.max_context else contexts)
     room = context - config.max_new_tokens
     if room < 1:
         raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in {context} tokens")
-    batches = plan(records, config.samples, chat, room, config.batch_size * PORTION, config.seed, skips)
     target = Target(
         alpha=config.alpha if config.method == "cd" else 0.0,
         temperature=config.temperature,
@@ -159,10 +144,26 @@ def run(config: Config, records: list[dict], chat: Chat, partial: PartialFile, s
     )
     settings = Settings(target=target, max_new_tokens=config.max_new_tokens, stop_ids=chat.stops, seed=config.seed)
     method = assemble(config.method, pair)
+    batches = plan(records, config.samples, chat, room, config.batch_size * PORTION, config.seed, skips)
+    if not batches:
+        reasons = ", ".join(f"{number} x {reason}" for reason, number in skips.most_common(3))
+        raise UserError(f"none of the {len(records)} conversations can be answered ({reasons})")
 
-    def answer(prompts: list[Prompt]) -> list[Generation]:
+    def generate(prompts: list[Prompt]) -> list[Generation]:
         return decode(method, prompts, settings, max_batch=config.batch_size)
 
+    def answer(batch: list[Work], left_out: Counter) -> list[dict]:
+        return answer_batch(batch, generate, chat, room, left_out)
+
+    return batches, answer
+
+
+def run(config: Config, batches: list[list[Work]], answer: Callable, partial: PartialFile, skips: Counter) -> None:
+    """Answer every batch that is not in `partial` yet, until all are done or there are enough tokens.
+
+    Portions are the same on every run, so one that is done again after a kill gives the same answers; inside one,
+    waiting conversations take the places of finished ones.
+    """
     done, tokens = len(partial.summaries), sum(entry["tokens"] for entry in partial.summaries)
     for entry in partial.summaries:
         skips.update(entry["skipped"])
@@ -171,7 +172,7 @@ def run(config: Config, records: list[dict], chat: Chat, partial: PartialFile, s
             if config.limit_tokens and tokens >= config.limit_tokens:
                 break
             start, left_out = time.perf_counter(), Counter()
-            results = answer_batch(batch, answer, chat, room, left_out)
+            results = answer(batch, left_out)
             seconds = time.perf_counter() - start
             new = sum(end - first for record in results for first, end in record["answer_spans"])
             partial.append(results, tokens=new, seconds=seconds, skipped=dict(left_out))
@@ -180,7 +181,7 @@ def run(config: Config, records: list[dict], chat: Chat, partial: PartialFile, s
             bar.update(len(batch), f"{tokens} tokens, {new / seconds:.0f} tokens/s")
 
 
-def write_answers(out: Path, partial: PartialFile, order: dict[str, int]) -> Counter:
+def write_answers(path: Path, partial: PartialFile, order: dict[str, int]) -> Counter:
     """Write all answers in the order of the input, and count what they are like."""
     places, counts = [], Counter()
     for offset, record in partial.lines():
@@ -189,7 +190,7 @@ def write_answers(out: Path, partial: PartialFile, order: dict[str, int]) -> Cou
         counts["answers"] += len(record["answer_spans"])
         counts[f"finish_{record['finish']}"] += 1
         counts["tokens"] += len(record["input_ids"])
-    with atomic_path(out) as temporary, temporary.open("wb") as file:
+    with path.open("wb") as file:
         for _, _, offset in sorted(places):
             file.write(partial.line_at(offset))
     return counts

@@ -79,12 +79,16 @@ class PartialFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self.summaries:
+            self.close()
+        else:
+            self.remove()  # not one whole batch: nothing to go on from
 
     def close(self) -> None:
         self.file.close()
 
     def remove(self) -> None:
-        """Close and delete: its content is elsewhere now."""
-        self.close()
-        self.path.unlink(missing_ok=True)
+        """Delete and close, in this order: once closed, another process may have it. Does nothing when closed."""
+        if not self.file.closed:
+            self.path.unlink(missing_ok=True)
+            self.close()

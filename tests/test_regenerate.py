@@ -212,15 +212,58 @@ def test_contrastive_answers(tmp_path, expert, amateur):
         (["--method", "beam"], "not ar or cd"),
         (["--batch_size", "0"], "at least 1"),
         (["--temperature", "-1"], "must not be negative"),
+        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--alpha", "0.5"], "--alpha is for --method cd"),
+        (["--cutoff", "0"], "--cutoff is for --method cd"),
         (["--temperature", "nan"], "finite"),
         (["--max_new_tokens", "600"], "leaves no room"),
         (["--dtype", "int3"], "dtype"),
+        (["--max_context", "3"], "leaves no room"),
+        (["--method", "cd", "--amateur", "AMATEUR", "--cutoff", "1.5"], "cutoff"),
+        (["--method", "cd", "--amateur", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )
-def test_bad_settings_are_refused(tmp_path, expert, flags, message):
+def test_bad_settings_are_refused_and_leave_nothing_behind(tmp_path, expert, amateur, flags, message):
+    flags = [str(amateur) if flag == "AMATEUR" else flag for flag in flags]
     with pytest.raises(UserError, match=message):
         run(tmp_path, expert, QUESTIONS[:1], *flags)
-    assert not (tmp_path / "answers.jsonl").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
+
+
+def test_an_input_is_never_replaced_and_the_output_must_be_a_file(tmp_path, expert):
+    with pytest.raises(UserError, match="is read from and would be replaced"):
+        run(tmp_path, expert, QUESTIONS[:1], "--overwrite", out="questions.jsonl")
+    for out in (".", "questions.jsonl/x"):
+        with pytest.raises(UserError, match="is a folder|is not a folder"):
+            run(tmp_path, expert, QUESTIONS[:1], out=out)
+    assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
+
+
+def test_an_empty_file_is_called_empty(tmp_path, expert):
+    with pytest.raises(UserError, match="questions.jsonl is empty"):
+        run(tmp_path, expert, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
+
+
+def test_a_run_stopped_in_its_first_batch_leaves_nothing(tmp_path, expert, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(regenerate, "decode", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, expert, QUESTIONS[:2])
+    assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
+
+
+def test_the_report_is_there_before_the_output(tmp_path, expert, monkeypatch):
+    """A kill between the two leaves finished batches, not an output that the same command refuses."""
+    written = []
+    real = regenerate.write_json_atomic
+    monkeypatch.setattr(
+        regenerate, "write_json_atomic", lambda *a: (written.append((tmp_path / "answers.jsonl").exists()), real(*a))
+    )
+    run(tmp_path, expert, QUESTIONS[:1])
+    assert written == [False]
 
 
 def test_missing_files_are_refused(tmp_path, expert):
