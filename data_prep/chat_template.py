@@ -12,7 +12,7 @@ from jinja2.exceptions import TemplateError
 from transformers import GenerationConfig
 
 from dcd_core.errors import UserError
-from dcd_core.models import load_tokenizer
+from dcd_core.models import id_table, load_tokenizer
 
 Messages = list[dict[str, str]]
 
@@ -56,14 +56,16 @@ def stop_ids(tokenizer, model: str | Path) -> tuple[int, ...]:
 
 
 class Chat:
-    """One model's way to write conversations: tokenizer, template arguments, end-of-turn ids (`stops`), `hash`, and the
-    `control` tokens that no message may spell out. Raises UserError where the functions it is made of do."""
+    """One model's way to write conversations: tokenizer, template arguments, end-of-turn ids (`stops`), `hash`, the
+    number of ids (`vocabulary`), and the `control` tokens that no message may spell out. Raises UserError where the
+    functions it is made of do."""
 
     def __init__(self, model: str, arguments: dict | None = None):
         self.arguments = arguments or {}
         self.tokenizer = load_chat_tokenizer(model)
         self.stops = stop_ids(self.tokenizer, model)
         self.hash = tokenizer_hash(self.tokenizer)
+        self.vocabulary = len(id_table(self.tokenizer))
         self.control = control_tokens(self.tokenizer, self.stops, **self.arguments)
 
     def text(self, messages: Messages, generation_prompt: bool = False) -> str:

@@ -48,17 +48,22 @@ class Sample:
         return mask
 
 
-def check_sample(sample: Sample) -> None:
-    """Raises UserError unless there are spans: ordered, disjoint, not empty, inside it, after its first token."""
+def span_fault(sample: Sample) -> str:
+    """What is wrong with the spans, which must be ordered, disjoint, not empty, and inside; empty if nothing is."""
     last = 0
     for start, end in sample.answer_spans:
         # an answer at position 0 would have no token to be predicted from
         if not max(last, 1) <= start < end <= len(sample.input_ids):
-            raise UserError(
-                f"sample '{sample.id}': answer span [{start}, {end}) is empty, out of order or outside its "
-                f"{len(sample.input_ids)} tokens: write the token file again"
-            )
+            return f"answer span [{start}, {end}) is empty, out of order or outside its {len(sample.input_ids)} tokens"
         last = end
+    return ""
+
+
+def check_sample(sample: Sample) -> None:
+    """Raises UserError unless there are spans, as in `span_fault`, and no negative ids."""
+    fault = span_fault(sample)
+    if fault:
+        raise UserError(f"sample '{sample.id}': {fault}: write the token file again")
     if not sample.answer_spans:
         raise UserError(f"sample '{sample.id}' has no answer: its loss mask is all zeros; write the token file again")
     if len(sample.input_ids) and sample.input_ids.min() < 0:
@@ -114,6 +119,9 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _open(path: str | Path) -> pq.ParquetFile:
+    if not Path(path).is_file():
+        what = "it is a folder" if Path(path).is_dir() else "there is no such file"
+        raise UserError(f"{path} cannot be read as a token file ({what}): make it with data_prep/tokenise.py")
     try:
         file = pq.ParquetFile(path)
     except (OSError, pa.ArrowInvalid) as error:

@@ -35,10 +35,15 @@ def with_template(folder, expert, template):
     return folder
 
 
+def tokenise(source, expert, out, *flags):
+    return main(["--conversations", str(source), "--expert", str(expert), "--out", str(out), *flags])
+
+
 def run(tmp_path, expert, records, *flags):
     source, out = tmp_path / "c.jsonl", tmp_path / "t.parquet"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert main(["--conversations", str(source), "--expert", str(expert), "--out", str(out), *flags]) == 0
+    out.unlink(missing_ok=True)
+    assert tokenise(source, expert, out, *flags) == 0
     return read_tokens(out), read_metadata(out)
 
 
@@ -69,6 +74,80 @@ def test_regenerated_ids_are_taken_verbatim(tmp_path, expert):
     assert samples[0].answer_spans == ((2, 5),)
     with pytest.raises(UserError, match="another tokenizer"):
         run(tmp_path, expert, [record | {"tokenizer": "0" * 64}])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": "20 21"}, "line 2: 'input_ids' is no list of whole numbers"),
+        ({"input_ids": [20, 2.5, 3]}, "line 2: 'input_ids' is no list"),
+        ({"input_ids": [20, 999, 3]}, "line 2: id 999 is none of the tokenizer's, which go from 0 to 95"),
+        ({"input_ids": [20, -1, 3]}, "line 2: id -1 is none"),
+        ({"input_ids": [20, 10**30, 3]}, "line 2: id 1000000000000000000000000000000 is none"),
+        ({"answer_spans": None}, "line 2: 'answer_spans' is no list of .start, end."),
+        ({"answer_spans": [[1]]}, "line 2: 'answer_spans' is no list"),
+        ({"answer_spans": [[1, 9]]}, "line 2: answer span .1, 9. is empty, out of order or outside its 3 tokens"),
+        ({"answer_spans": [[-1, 2]]}, "line 2: answer span .-1, 2. .*make the file with data_prep/regenerate.py"),
+        ({"sample": "x"}, "line 2 has a 'sample' that is no whole number"),
+        ({"tokenizer": "0"}, "line 2: record 'a' was regenerated with another tokenizer"),
+    ],
+)
+def test_regenerated_ids_that_cannot_be_are_refused_by_file_and_line(tmp_path, expert, change, message):
+    record = talk("a", "w1", "w2") | {"input_ids": [20, 21, 3], "answer_spans": [[1, 3]], "sample": 0}
+    record["tokenizer"] = Chat(str(expert)).hash
+    with pytest.raises(UserError, match=f"c.jsonl, {message}"):
+        run(tmp_path, expert, [record | {"id": "first"}, record | change])
+    assert not (tmp_path / "t.parquet").exists()
+
+
+def test_an_output_is_only_replaced_by_the_same_or_on_demand(tmp_path, expert):
+    source, out = tmp_path / "c.jsonl", tmp_path / "t.parquet"
+    (whole,), _ = run(tmp_path, expert, [talk("a", "w1", "w2", "w3", "w4")])
+    before = out.read_bytes()
+    assert tokenise(source, expert, out) == 0 and out.read_bytes() == before, "a pipeline may run it again"
+    for flags in (["--limit_tokens", "1"], ["--max_length", "9"], ["--template_args", '{"x": 1}']):
+        with pytest.raises(UserError, match="--overwrite"):
+            tokenise(source, expert, out, *flags)
+    source.write_text(json.dumps(talk("b", "w1", "w2")) + "\n")
+    with pytest.raises(UserError, match="made from other input"):
+        tokenise(source, expert, out)
+    assert out.read_bytes() == before
+    assert tokenise(source, expert, out, "--overwrite") == 0 and [s.id for s in read_tokens(out)] == ["b"]
+    out.write_text("somebody's own")
+    with pytest.raises(UserError, match="--overwrite"):
+        tokenise(source, expert, out)
+
+
+def test_an_input_is_never_replaced_and_the_output_must_be_a_file(tmp_path, expert):
+    source = tmp_path / "c.jsonl"
+    source.write_text(json.dumps(talk("a", "w1", "w2")) + "\n")
+    with pytest.raises(UserError, match="is read from and would be replaced"):
+        tokenise(source, expert, source, "--overwrite")
+    for out in (tmp_path, "", source / "t.parquet"):
+        with pytest.raises(UserError, match="is a folder|is empty|is not a folder"):
+            tokenise(source, expert, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+def test_inputs_of_one_name_are_told_apart(tmp_path, expert):
+    paths = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        paths.append(tmp_path / name / "c.jsonl")
+        paths[-1].write_text(json.dumps(talk(name, "w1", "w2")) + "\n")
+    out = tmp_path / "t.parquet"
+    assert tokenise(paths[0], expert, out, "--conversations", *map(str, paths)) == 0
+    assert set(read_metadata(out)["sources"]) == {"c.jsonl", "c.jsonl (2)"}
+
+
+def test_no_input_is_refused_in_plain_words(tmp_path, expert):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="empty.jsonl is empty"):
+        tokenise(tmp_path / "empty.jsonl", expert, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="there is no file .*none.jsonl"):
+        tokenise(tmp_path / "none.jsonl", expert, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="--conversations needs a file"):
+        main(["--expert", str(expert), "--out", str(tmp_path / "t.parquet"), "--conversations"])
 
 
 def test_a_template_that_rewrites_earlier_turns_is_a_counted_skip(tmp_path, expert):
