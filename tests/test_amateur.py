@@ -105,9 +105,11 @@ def test_chunks_give_the_same_loss(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_leaves_a_model_that_the_pair_loader_takes(kind, tmp_path):
+def test_a_run_leaves_a_model_that_the_pair_loader_takes(kind, tmp_path, capsys):
     toy = make_toy(tmp_path / "toy", kind)
     assert main(options(toy, tmp_path / "run")) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"amateur -> {tmp_path / 'run' / 'model'}; held-out KL ") and "top-1 agreement" in last
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert model.config.num_hidden_layers == 4 and model.generation_config.eos_token_id == 3
     pair = load_pair(str(toy / "expert"), str(tmp_path / "run" / "model"), device="cpu")
@@ -160,9 +162,16 @@ def test_dry_run_needs_the_configuration_only(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "change, message", [(["--keep_layers="], "all needed"), (["--keep_layers=0-9"], "layer 9 does not exist")]
+    "change, message",
+    [
+        (["--keep_layers="], "all needed"),
+        (["--keep_layers=0-9"], "layer 9 does not exist"),
+        (["--eval_tokens=no.parquet"], "no.parquet"),
+        (["--warmup_steps=3"], "within the 3"),
+    ],
 )
 def test_bad_settings_are_refused(tmp_path, change, message):
     toy = make_toy(tmp_path / "toy", texts=4)
     with pytest.raises(UserError, match=message):
         main(options(toy, tmp_path / "run", *change))
+    assert not (tmp_path / "run").exists()

@@ -1,13 +1,17 @@
 """train/eagle3.py at toy size through its real door: results, resumption, refusals, ZeRO stages."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from toy_training import STOP, flags, head_weights, make_toy
+from toy_training import GROUP, STOP, flags, head_weights, make_toy
 from transformers import LlamaForCausalLM
 
 import train.eagle3 as entry
@@ -18,6 +22,7 @@ from train.batches import Plan, Stream, Texts
 from train.eagle3 import main
 from train.loop import read_deepspeed_config
 from train.online_expert import HeadStep
+from train.sizes import head_result
 from train.unroll import Unroll, count_rows
 
 ZERO = "configs/deepspeed/zero{}.json"
@@ -123,7 +128,8 @@ def test_resuming_ends_with_the_same_weights_and_curve(toy, finished, tmp_path, 
     output = interrupted(finished, tmp_path / "run")
     # settings that the weights do not depend on may change
     assert main(options(toy, output, "--save_every=2", "--keep=1")) == 0
-    assert "resuming after step 12 of 16" in capsys.readouterr().out
+    assert "resuming after step 12 of 16" in (printed := capsys.readouterr().out)
+    assert printed.splitlines()[-1].startswith(f"head -> {output / 'head'}; held-out accepted length ")
     assert_same(output, finished)
     for name in ("loss", "grad_norm", "lr"):
         assert curve(output, name) == curve(finished, name)
@@ -148,10 +154,12 @@ def test_resuming_ends_with_the_same_weights_and_curve(toy, finished, tmp_path, 
 )
 def test_a_changed_setting_is_refused_by_name(toy, finished, tmp_path, change, named):
     output = interrupted(finished, tmp_path / "run")
+    before = {name: (output / name).read_bytes() for name in ("config.yaml", "command.txt")}
     # the head's shape is compared before its weights are loaded
     with pytest.raises(UserError, match="cannot resume.*") as caught:
         main(options(toy, output, *change))
     assert named in str(caught.value)
+    assert all((output / name).read_bytes() == content for name, content in before.items())
     assert not (output / "metrics.json").exists()
 
 
@@ -236,7 +244,7 @@ def test_sharded_bf16_resumes_exactly(toy, tmp_path, stage):
 
 
 def test_eagles_normalisation_is_a_switch(toy, finished, tmp_path):
-    main(options(toy, tmp_path / "run", "--loss_normalisation=eagle", "--max_steps=2"))
+    main(options(toy, tmp_path / "run", "--loss_normalisation=eagle", "--max_steps=2", "--warmup_steps=1"))
     # the first losses are the same rows; the gradient is divided by all positions instead of the trained ones
     assert curve(tmp_path / "run", "loss")[0] == pytest.approx(curve(finished, "loss")[0])
     assert curve(tmp_path / "run", "grad_norm")[0] < 0.8 * curve(finished, "grad_norm")[0]
@@ -245,12 +253,16 @@ def test_eagles_normalisation_is_a_switch(toy, finished, tmp_path):
 @pytest.mark.parametrize("kind", ["llama3", "qwen3"])
 def test_other_families_train(kind, tmp_path):
     toy = make_toy(tmp_path / "toy", kind, texts=12)
-    assert main(options(toy, tmp_path / "run", "--max_steps=2")) == 0
+    assert main(options(toy, tmp_path / "run", "--max_steps=2", "--warmup_steps=1")) == 0
     load_head(tmp_path / "run" / "head", load_model(str(toy / "expert"), device="cpu"))
 
 
 def test_training_goes_on_from_a_given_head(toy, finished, tmp_path):
-    main(options(toy, tmp_path / "run", f"--head_init={finished / 'head'}", "--max_steps=1", "--lr=1e-9"))
+    main(
+        options(
+            toy, tmp_path / "run", f"--head_init={finished / 'head'}", "--max_steps=1", "--lr=1e-9", "--warmup_steps=0"
+        )
+    )
     assert curve(tmp_path / "run", "loss")[0] < curve(finished, "loss")[0]
     assert torch.equal(head_weights(tmp_path / "run")["d2t"], head_weights(finished)["d2t"])
 
@@ -306,13 +318,71 @@ def test_a_diverging_loss_stops_with_the_texts_named(toy, tmp_path):
         (["--draft_vocab_size=1000"], "draft vocabulary of 1000"),
         (["--expert=/nowhere"], "/nowhere"),
         (["--max_length=2"], "raise max_length"),
+        (["--seed=-1"], "--seed must be at least 0"),
+        (["--warmup_steps=99"], "--warmup_steps 99 does not end within the 16 optimiser steps"),
+        (["--warmup_steps=16"], "within the 16"),
+        (["--eval_tokens=nowhere.parquet"], "nowhere.parquet"),
+        (["--eval_tokens=tests"], "tests"),
+        (["--head_init=/nowhere"], "/nowhere"),
+        (["--deepspeed_config=/nowhere"], "/nowhere cannot be read as JSON: No such file"),
+        (["--deepspeed_config=tests/tiny.py"], "cannot be read as JSON"),
     ],
 )
 def test_bad_settings_are_one_clear_error(toy, tmp_path, change, message):
     with pytest.raises(UserError) as caught:
         main(options(toy, tmp_path / "run", *change))
     assert message in str(caught.value)
-    assert not (tmp_path / "run" / "metrics.json").exists()
+    assert not (tmp_path / "run").exists(), "a refused start leaves nothing behind"
+
+
+@pytest.mark.parametrize("text", ["[]", '{"zero_optimization": 2}', '{"zero_optimization": {"stage": 9}}'])
+def test_a_senseless_deepspeed_file_is_refused(toy, tmp_path, text):
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(UserError, match="--deepspeed_config .*ds.json"):
+        main(options(toy, tmp_path / "run", f"--deepspeed_config={tmp_path / 'ds.json'}"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1"])
+def test_a_broken_token_file_leaves_nothing_behind(toy, tmp_path, content):
+    (tmp_path / "bad.parquet").write_bytes(content)
+    with pytest.raises(UserError, match="bad.parquet"):
+        main(options(toy, tmp_path / "run", f"--train_tokens={tmp_path / 'bad.parquet'}"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(entry, "start", lambda *_: pytest.fail("nothing is started yet"))
+    (tmp_path / "file").touch()
+    for output, message in ((tmp_path / "file", "is a file"), (toy / "expert", "other files and no run")):
+        with pytest.raises(UserError, match=message):
+            main(options(toy, output, "--overwrite"))
+
+
+def test_the_one_thing_printed_by_a_refusal_is_its_reason(toy, tmp_path):
+    """Through the real door: no warning of DeepSpeed's stands before it."""
+    environment = {name: value for name, value in os.environ.items() if name not in GROUP}
+    command = [sys.executable, str(Path(entry.__file__)), *options(toy, tmp_path / "run", "--expert=/nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "found, line",
+    [
+        (
+            {"eval": {"accepted_length": 0.611, "accuracy/0": 0.384}},
+            "head -> r/head; held-out accepted length 0.61, accuracy of the first draft 0.38",
+        ),
+        (
+            {"eval": {}, "train": {"accuracy/0": 0.5}},
+            "head -> r/head; no held-out texts; training accuracy of the first draft 0.50",
+        ),
+    ],
+)
+def test_the_line_that_a_training_ends_with(found, line):
+    assert head_result(Path("r/head"), found) == line
 
 
 @pytest.mark.parametrize("key", ["optimizer", "gradient_accumulation_steps", "bf16"])

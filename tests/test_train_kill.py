@@ -41,5 +41,7 @@ def test_kills_at_five_moments_leave_no_trace(tmp_path):
 def test_the_kill_itself_works(tmp_path, inside):
     """Negative control: without a resumption the killed run has no result."""
     toy = make_toy(tmp_path / "toy", texts=8)
-    code = in_child(flags(toy, tmp_path / "run", "--save_every=1"), str(tmp_path / "log.txt"), None, inside)
+    code = in_child(
+        flags(toy, tmp_path / "run", "--save_every=1", "--warmup_steps=1"), str(tmp_path / "log.txt"), None, inside
+    )
     assert code == -signal.SIGKILL and not (tmp_path / "run" / "metrics.json").exists()

@@ -22,21 +22,21 @@ from dcd_core.files import atomic_path
 from dcd_core.models import Pair, load_model, load_pair
 from train.batches import Plan, Stream, Texts
 from train.distil import Distil, DistilStep, compare, count_answer_rows, latency
-from train.loop import FREE, LoopConfig, begin_run, fit, full_weights
+from train.loop import FREE, LoopConfig, fit, full_weights, refuse_start
 from train.online_expert import fingerprint
 from train.processes import barrier, start
 from train.pruning import parse_layers, prune
-from train.sizes import describe_amateur_run, summary
+from train.sizes import amateur_result, describe_amateur_run, summary
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config(LoopConfig):
     """Settings of an amateur's training (those of the loop come first)."""
 
-    expert: str = field(default="", metadata={"help": "expert: hub id or folder", **FREE})
-    keep_layers: str = field(default="", metadata={"help": "layers to keep, such as 0-11,24-29"})
+    expert: str = field(metadata={"help": "expert: hub id or folder", **FREE})
+    keep_layers: str = field(metadata={"help": "layers to keep, such as 0-11,24-29"})
     train_embeddings: bool = field(default=False, metadata={"help": "train embeddings and output layer too"})
-    train_tokens: list[str] = field(default_factory=list, metadata={"help": "token files to train on", **FREE})
+    train_tokens: list[str] = field(metadata={"help": "token files to train on", **FREE})
     eval_tokens: list[str] = field(default_factory=list, metadata={"help": "token files held out", **FREE})
     max_answer_tokens: int = field(default=0, metadata={"help": "train on the first texts up to this many; 0: all"})
     eval_texts: int = field(default=0, metadata={"help": "held-out texts to compare on; 0: all", **FREE})
@@ -56,12 +56,16 @@ def main(argv: list[str] | None = None) -> int:
     if config.dry_run:
         print(describe_amateur_run(config), flush=True)
         return 0
+    refuse_start(config)
     ranks = start(config.seed)
-    folder = begin_run(config, ranks, argv)
+    folder = Path(config.output)
     pair = load_pair(config.expert, dtype=config.expert_dtype, device=str(ranks.device))
     expert = pair.expert
     layers = parse_layers(config.keep_layers, expert.config.num_hidden_layers)
     texts = Texts.load(config.train_tokens, config.max_length, expert.vocab, config.max_answer_tokens)
+    held_out = None
+    if config.eval_tokens:
+        held_out = Texts.load(config.eval_tokens, config.max_length, expert.vocab, first=config.eval_texts)
     whole = load_model(config.expert, dtype="float32", device=str(ranks.device)).model
     module = Distil(prune(whole, layers, config.train_embeddings).to(ranks.device), expert.vocab)
     del whole
@@ -70,11 +74,13 @@ def main(argv: list[str] | None = None) -> int:
     if ranks.first:
         print(f"training texts: {texts.describe()}; keeping layers {layers}", flush=True)
     identity = {"training texts": texts.hash, "expert weights": fingerprint(expert.model)}
-    engine, history = fit(module, stream, DistilStep(expert), config, ranks, identity)
+    engine, history = fit(module, stream, DistilStep(expert), config, ranks, identity, argv)
     weights = full_weights(engine)
     if ranks.first:
         save_amateur(folder / "model", engine.module.amateur, weights, pair)
-        finish_run(folder, {**summary(texts, history), **report(config, pair, folder / "model"), "layers": layers})
+        found = {**summary(texts, history), **report(config, pair, folder / "model", held_out), "layers": layers}
+        finish_run(folder, found)
+        print(amateur_result(folder / "model", found), flush=True)
     barrier()
     return 0
 
@@ -89,12 +95,11 @@ def save_amateur(folder: Path, amateur, weights: dict[str, torch.Tensor], pair: 
         pair.tokenizer.save_pretrained(temporary)
 
 
-def report(config: Config, pair: Pair, folder: Path) -> dict:
+def report(config: Config, pair: Pair, folder: Path, held_out: Texts | None) -> dict:
     """The saved amateur beside the expert: on held-out texts if there are any, and by the time of one pass."""
     loaded = load_pair(config.expert, str(folder), config.expert_dtype, str(pair.expert.device))
     found = {"latency": latency(loaded)}
-    if config.eval_tokens:
-        held_out = Texts.load(config.eval_tokens, config.max_length, loaded.expert.vocab, first=config.eval_texts)
+    if held_out is not None:
         found["held_out"] = compare(loaded, held_out)
     return found
 

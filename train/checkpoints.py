@@ -35,7 +35,6 @@ class Checkpoints:
         self.folder, self.keep, self.ranks = Path(folder), keep, ranks
         self.settings = json.loads(json.dumps(settings))
         if ranks.first:
-            self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(left)
         barrier()
@@ -54,6 +53,7 @@ class Checkpoints:
     def save(self, engine, step: int, position: tuple[int, int], history: list[dict]) -> None:
         """Write the checkpoint after ``step`` optimiser steps; every rank must call it."""
         name, temporary = self._name(step), self.folder / f"{UNFINISHED}{self._name(step)}"
+        self.folder.mkdir(parents=True, exist_ok=True)
         engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=True)
         torch.save(random_state(), temporary / f"random-{self.ranks.rank}.pt")
         if self.ranks.first:

@@ -6,8 +6,9 @@
     python train/eagle3.py --config ...                             # one process
     python train/eagle3.py --config ... --dry_run                   # sizes and steps only
 
-The same command after a stop goes on from the newest checkpoint. The head is written to OUTPUT/head. Method and
-recipe: EAGLE-3 [Li et al. 2025, arXiv 2503.01840]; in DCD it is the expert-aligned drafter [DCD, Sec. 3].
+The same command after a stop goes on from the newest checkpoint. The head is written to OUTPUT/head, and the
+last line printed says where it is and what it came to. Method and recipe: EAGLE-3 [Li et al. 2025, arXiv 2503.01840];
+in DCD it is the expert-aligned drafter [DCD, Sec. 3].
 """
 
 import dcd_core.environment  # noqa: F401  (first: it sets what torch and others read when they are imported)
@@ -28,19 +29,19 @@ from dcd_core.heads.checkpoint import load_head, save_head
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import load_pair
 from train.batches import Plan, Stream, Texts
-from train.loop import FREE, LoopConfig, begin_run, fit
+from train.loop import FREE, LoopConfig, fit, refuse_start
 from train.online_expert import HeadStep, HeldOut, copy_module, feature_rms, fingerprint, scale_features
 from train.processes import Ranks, barrier, start
-from train.sizes import coverage, describe_head_run, summary
+from train.sizes import coverage, describe_head_run, head_result, summary
 from train.unroll import Unroll, count_rows
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config(LoopConfig):
     """Settings of a head's training (those of the loop come first)."""
 
-    expert: str = field(default="", metadata={"help": "expert: hub id or folder", **FREE})
-    train_tokens: list[str] = field(default_factory=list, metadata={"help": "token files to train on", **FREE})
+    expert: str = field(metadata={"help": "expert: hub id or folder", **FREE})
+    train_tokens: list[str] = field(metadata={"help": "token files to train on", **FREE})
     eval_tokens: list[str] = field(default_factory=list, metadata={"help": "token files held out", **FREE})
     max_answer_tokens: int = field(default=0, metadata={"help": "train on the first texts up to this many; 0: all"})
     eval_texts: int = field(default=0, metadata={"help": "held-out texts to evaluate on; 0: all", **FREE})
@@ -85,8 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     if config.dry_run:
         print(describe_head_run(config), flush=True)
         return 0
+    refuse_start(config)
     ranks = start(config.seed)
-    folder = begin_run(config, ranks, argv)
     expert, stops = load_expert(config, ranks)
     texts = Texts.load(config.train_tokens, config.max_length, expert.vocab, config.max_answer_tokens)
     head = build_head(config, expert, texts)
@@ -111,13 +112,16 @@ def main(argv: list[str] | None = None) -> int:
     if ranks.first:
         print(f"training texts: {texts.describe()}", flush=True)
     module = Unroll(head, config.unroll_steps, config.step_decay)
+    folder = Path(config.output)
     heads = folder / "heads"
     snapshots = {stream.first_step_with(size): keep_head(heads / str(size), ranks) for size in config.snapshots}
-    engine, history = fit(module, stream, step, config, ranks, identity, evaluate, snapshots)
+    engine, history = fit(module, stream, step, config, ranks, identity, argv, evaluate, snapshots)
     trained = copy_module(engine).head
     if ranks.first:
         save_head(folder / "head", trained)
-        finish_run(folder, {**summary(texts, history), "draft_vocab_coverage": coverage(texts, head.t2d)})
+        found = {**summary(texts, history), "draft_vocab_coverage": coverage(texts, head.t2d)}
+        finish_run(folder, found)
+        print(head_result(folder / "head", found), flush=True)
     barrier()
     return 0
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dcd_core.config import save_run
+from dcd_core.config import refuse_taken, save_run
 from dcd_core.errors import UserError
 from dcd_core.files import remove
 from dcd_core.progress import Bar
@@ -30,7 +30,9 @@ FREE = {"weights": False}
 class LoopConfig:
     """Settings that every trainer shares; trainers add their own fields."""
 
-    output: str = field(default="", metadata={"help": "run folder: checkpoints, logs, result", **FREE})
+    output: str = field(
+        default="", metadata={"help": "run folder: checkpoints, logs, result (required, but for --dry_run)", **FREE}
+    )
     seed: int = field(default=0, metadata={"help": "seed of initial weights and data order"})
     epochs: int = field(default=1, metadata={"help": "passes over the training texts"})
     max_steps: int = field(default=0, metadata={"help": "stop after this many optimiser steps; 0: when the epochs end"})
@@ -60,9 +62,9 @@ class LoopConfig:
         for name in ("epochs", "batch_size", "gradient_accumulation", "max_length", "save_every", "keep", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_steps", "warmup_steps", "clip", "weight_decay", "eval_every", "final_lr_ratio"):
+        for name in ("seed", "max_steps", "warmup_steps", "clip", "weight_decay", "eval_every", "final_lr_ratio"):
             if getattr(self, name) < 0:
-                raise ValueError(f"--{name} must not be negative, got {getattr(self, name)}")
+                raise ValueError(f"--{name} must be at least 0, got {getattr(self, name)}")
         if self.lr <= 0:
             raise ValueError(f"--lr must be positive, got {self.lr}")
         if not self.output and not self.dry_run:
@@ -70,9 +72,19 @@ class LoopConfig:
 
 
 def total_steps(config: LoopConfig, steps_per_epoch: int) -> int:
-    """Optimiser steps of the run."""
+    """Optimiser steps of the run.
+
+    Raises:
+        UserError: all of them would lie inside the warm-up.
+    """
     steps = config.epochs * steps_per_epoch
-    return min(steps, config.max_steps) if config.max_steps else steps
+    total = min(steps, config.max_steps) if config.max_steps else steps
+    if config.warmup_steps >= total:
+        raise UserError(
+            f"--warmup_steps {config.warmup_steps} does not end within the {total} optimiser steps of this run; "
+            "lower it, or train on more texts or epochs"
+        )
+    return total
 
 
 def read_deepspeed_config(path: str) -> dict:
@@ -86,7 +98,10 @@ def read_deepspeed_config(path: str) -> dict:
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"--deepspeed_config {path} cannot be read as JSON: {error}") from error
+        problem = getattr(error, "strerror", None) or error
+        raise UserError(f"--deepspeed_config {path} cannot be read as JSON: {problem}") from None
+    if not isinstance(settings, dict) or not isinstance(settings.get("zero_optimization", {}), dict):
+        raise UserError(f"--deepspeed_config {path} must hold an object, and one in its zero_optimization")
     flags = {
         "optimizer": "--lr and the AdamW flags",
         "scheduler": "--schedule and --warmup_steps",
@@ -110,22 +125,37 @@ def weight_settings(config: LoopConfig) -> dict:
     }
 
 
-def begin_run(config: LoopConfig, ranks: Ranks, argv: list[str] | None) -> Path:
-    """Open the run folder: a finished run is refused, or with ``--overwrite`` redone from nothing; an unfinished one is
-    gone on with."""
+def refuse_start(config: LoopConfig) -> None:
+    """Raise UserError, before anything is loaded, for a folder that cannot be this run's or a bad DeepSpeed file."""
+    refuse_taken(config.output, config.overwrite)
+    read_deepspeed_config(config.deepspeed_config)
+
+
+def open_run(
+    engine, config: LoopConfig, ranks: Ranks, settings: dict, position_of: Callable, argv: list[str] | None
+) -> tuple[Checkpoints, int, list[dict]]:
+    """The run's checkpoints, and step and history of the newest, which is loaded into the engine.
+
+    With ``--overwrite``, what a finished run left is removed; an unfinished one is gone on with. The run's record is
+    written last, when nothing can be refused any more: a refused start changes nothing.
+    """
     folder = Path(config.output)
+    if ranks.first and config.overwrite and (folder / "metrics.json").exists():
+        for part in ("metrics.json", "checkpoints", "tensorboard"):
+            remove(folder / part)
+    barrier()
+    checkpoints = Checkpoints(folder / "checkpoints", config.keep, settings, ranks)
+    done, history = checkpoints.resume(engine, position_of)
     if ranks.first:
-        if config.overwrite and (folder / "metrics.json").exists():
-            for part in ("checkpoints", "tensorboard"):
-                remove(folder / part)
         save_run(folder, config, argv, config.overwrite)
     barrier()
-    return folder
+    return checkpoints, done, history
 
 
 def start_engine(module: nn.Module, config: LoopConfig, settings: dict):
     """DeepSpeed's engine with AdamW over the trainable parameters."""
     import deepspeed
+    from pydantic import ValidationError
 
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     betas = (config.beta1, config.beta2)
@@ -141,7 +171,10 @@ def start_engine(module: nn.Module, config: LoopConfig, settings: dict):
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=whole, model_parameters=trained)
+    try:
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=whole, model_parameters=trained)
+    except ValidationError as error:
+        raise UserError(f"DeepSpeed refuses --deepspeed_config {config.deepspeed_config}: {error}") from None
     return engine
 
 
@@ -152,22 +185,24 @@ def fit(
     config: LoopConfig,
     ranks: Ranks,
     identity: dict,
+    argv: list[str] | None = None,
     evaluate: Callable[[object], dict[str, float]] | None = None,
     snapshots: Mapping[int, Callable[[object], None]] | None = None,
 ) -> tuple[object, list[dict]]:
-    """Train ``module`` to the end, from the newest checkpoint if there is one.
+    """Open the run folder and train ``module`` to the end, from the newest checkpoint if there is one.
 
     Args:
         batches: what this rank reads at each optimiser step.
         step: ``step(engine, batch, denominators)`` runs one micro-batch: this rank's share of the optimiser step's loss
             and a ``[unroll step, 4]`` tensor of sums (loss, correct, acceptance, rows).
         identity: more of what the weights depend on (hashes of data, vocabulary, expert); compared on resumption.
+        argv: the flags, for the run's record.
         evaluate: called by all ranks with the engine; its numbers are logged under ``eval/``.
         snapshots: called by all ranks with the engine after these numbers of optimiser steps.
     Returns:
         The engine, and the history of logged metrics.
     Raises:
-        UserError: NaN or inf, with the texts named; a checkpoint of another command.
+        UserError: NaN or inf, with the texts named; a checkpoint of another command; a folder of something else.
     """
     memory = read_deepspeed_config(config.deepspeed_config)
     total = total_steps(config, batches.plan.steps_per_epoch)
@@ -179,8 +214,7 @@ def fit(
         "deepspeed_config": memory,
     }
     engine = start_engine(module, config, memory)
-    checkpoints = Checkpoints(Path(config.output) / "checkpoints", config.keep, settings, ranks)
-    done, history = checkpoints.resume(engine, batches.position)
+    checkpoints, done, history = open_run(engine, config, ranks, settings, batches.position, argv)
     if done and ranks.first:
         print(f"resuming after step {done} of {total}", flush=True)
     board = Board(Path(config.output) / "tensorboard", ranks, done)

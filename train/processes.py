@@ -38,6 +38,7 @@ def start(seed: int) -> Ranks:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())
+    logging.getLogger("DeepSpeed").addFilter(worth_reading)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
@@ -57,6 +58,11 @@ def start(seed: int) -> Ranks:
     rank = torch.distributed.get_rank()
     seed_everything(seed + rank)
     return Ranks(rank, world, torch.device(get_accelerator().current_device_name()))
+
+
+def worth_reading(record: logging.LogRecord) -> bool:
+    """Not DeepSpeed's warning at every start that it found no GPU: training on the CPU is an ordinary thing here."""
+    return not record.getMessage().startswith("Setting accelerator to CPU")
 
 
 def usable_cores() -> int:

@@ -124,6 +124,23 @@ def summary(texts: Texts, history: list[dict]) -> dict:
     }
 
 
+def head_result(folder: Path, found: dict) -> str:
+    """The line that a head's training ends with; without held-out texts it says so."""
+    kind, figures = ("held-out", found["eval"]) if found["eval"] else ("no held-out texts; training", found["train"])
+    length = f"accepted length {figures['accepted_length']:.2f}, " if "accepted_length" in figures else ""
+    return f"head -> {folder}; {kind} {length}accuracy of the first draft {figures['accuracy/0']:.2f}"
+
+
+def amateur_result(folder: Path, found: dict) -> str:
+    """The line that an amateur's training ends with; without held-out texts it says so."""
+    if "held_out" in found:
+        kind, divergence, top1 = "held-out", found["held_out"]["kl"], found["held_out"]["top1_agreement"]
+    else:
+        kind, divergence, top1 = "no held-out texts; training", found["train"]["loss"], found["train"]["accuracy/0"]
+    cost = f"one pass takes {found['latency']['latency_ratio']:.2f} of the expert's time"
+    return f"amateur -> {folder}; {kind} KL {divergence:.3f} nats, top-1 agreement {top1:.2f}; {cost}"
+
+
 def describe_amateur_run(config) -> str:
     """Tokens, parameters, memory and steps of an amateur's training, from configurations only."""
     expert_config = load_config(config.expert)
