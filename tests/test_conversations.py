@@ -250,6 +250,25 @@ def share_line(role):
     return json.dumps(share("r", ("ROLE", "x"))).replace("ROLE", role)
 
 
+def test_an_archive_that_is_not_there_or_not_whole(tmp_path):
+    (tmp_path / "folder.zip").mkdir()
+    (tmp_path / "text.zip").write_text("no archive")
+    with zipfile.ZipFile(tmp_path / "bad.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.json", "x" * 500)
+    whole = bytearray((tmp_path / "bad.zip").read_bytes())
+    whole[40] ^= 0xFF  # inside the compressed text
+    (tmp_path / "bad.zip").write_bytes(whole)
+    for name, message in (
+        ("none.zip", "No such file"),
+        ("folder.zip", "Is a directory"),
+        ("text.zip", "is no whole zip archive"),
+        ("bad.zip", "is no whole zip archive"),
+    ):
+        with pytest.raises(UserError, match=message) as refusal:
+            convert(tmp_path / name, tmp_path / "out.jsonl")
+        assert "Errno" not in str(refusal.value)
+
+
 def test_a_line_nested_too_deeply_is_counted(tmp_path):
     deep = '{"prompt": ' + "[" * 100_000
     (tmp_path / "d.jsonl").write_text('{"prompt": "one"}\n' + deep + '\n{"prompt": "two"}\n' + deep)
