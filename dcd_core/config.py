@@ -23,7 +23,7 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from dcd_core.errors import UserError
-from dcd_core.files import TEMPORARY, write_json_atomic, write_text_atomic
+from dcd_core.files import TEMPORARY, check_output_folder, write_json_atomic, write_text_atomic
 
 Settings = TypeVar("Settings")
 RECORDED_PACKAGES = (
@@ -84,13 +84,9 @@ def run_entry(main: Callable[[], int | None]) -> int:
 
 
 def is_free(folder: str | Path) -> bool:
-    """Whether a folder is new or empty. Raises UserError if it has no name, or if it or a parent of it is a file."""
-    if not str(folder):
-        raise UserError("--output is empty; it takes the name of a folder")
-    there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
-    if not there.is_dir():
-        raise UserError(f"{there} is a file; --output takes a folder")
-    return there != Path(folder) or all(path.name.startswith(TEMPORARY) for path in there.iterdir())
+    """Whether a folder is new or empty. Raises UserError where files cannot be put into it."""
+    folder = check_output_folder(folder)
+    return not folder.exists() or all(path.name.startswith(TEMPORARY) for path in folder.iterdir())
 
 
 def make_folder(folder: str | Path) -> Path:

@@ -149,7 +149,11 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(world, tm
     (tmp_path / "file").touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
-    for name, message in (("file", "file is a file"), ("model", "other files and no run"), ("file/a", "is a file")):
+    for name, message in (
+        ("file", "file is a file"),
+        ("model", "other files and no run"),
+        ("file/a", "file is not a folder"),
+    ):
         with pytest.raises(UserError, match=message):
             entry.main(flags(world, tmp_path / name, "--overwrite"))
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]

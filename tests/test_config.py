@@ -232,10 +232,12 @@ def test_a_run_begins_in_an_empty_folder_and_goes_on_however_early_it_was_killed
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(UserError, match="file is a file; --output takes a folder"):
+        with pytest.raises(UserError, match="file is (a file|not a folder)"):
             save_run(path, Config(), [])
-    with pytest.raises(UserError, match="--output is empty"):
+    with pytest.raises(UserError, match="name of the output folder is empty"):
         save_run("", Config(), [])
+    with pytest.raises(UserError, match="/proc/nowhere/run cannot be written"):
+        refuse_taken("/proc/nowhere/run")
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(UserError, match="cannot make the folder"):
         save_run(tmp_path / "link", Config(), [])

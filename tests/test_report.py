@@ -204,7 +204,7 @@ def test_a_bad_record_leaves_no_folder_of_pictures(everything):
     [
         (["--seed=-1"], "--seed must be at least 0"),
         (["--runs"], "--runs needs a folder"),
-        (["--output="], "--output is empty"),
+        (["--output="], "output folder is empty"),
     ],
 )
 def test_bad_settings_are_refused(everything, flags, message):

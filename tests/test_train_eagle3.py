@@ -319,6 +319,7 @@ def test_a_diverging_loss_stops_with_the_texts_named(toy, tmp_path):
         (["--expert=/nowhere"], "/nowhere"),
         (["--max_length=2"], "raise max_length"),
         (["--seed=-1"], "--seed must be at least 0"),
+        ([f"--seed={2**70}"], "--seed must be below"),
         (["--warmup_steps=99"], "--warmup_steps 99 does not end within the 16 optimiser steps"),
         (["--warmup_steps=16"], "within the 16"),
         (["--eval_tokens=nowhere.parquet"], "nowhere.parquet"),

@@ -65,6 +65,8 @@ class LoopConfig:
         for name in ("seed", "max_steps", "warmup_steps", "clip", "weight_decay", "eval_every", "final_lr_ratio"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name} must be at least 0, got {getattr(self, name)}")
+        if self.seed >= 2**63:
+            raise ValueError(f"--seed must be below 2**63, got {self.seed}")
         if self.lr <= 0:
             raise ValueError(f"--lr must be positive, got {self.lr}")
         if not self.output and not self.dry_run:
@@ -118,11 +120,13 @@ def read_deepspeed_config(path: str) -> dict:
     return settings
 
 
-def weight_settings(config: LoopConfig) -> dict:
-    """The settings that the weights depend on, by flag."""
-    return {
+def what_weights_depend_on(config: LoopConfig, ranks: Ranks, memory: dict, identity: dict) -> dict:
+    """What a checkpoint is compared by when a run is resumed: settings by flag, and `identity` of data and expert."""
+    settings = {
         item.name: getattr(config, item.name) for item in fields(config) if item.metadata.get("weights", True) is True
     }
+    stage = memory.get("zero_optimization", {}).get("stage", 0)
+    return {**settings, **identity, "world size": ranks.world, "ZeRO stage": stage, "deepspeed_config": memory}
 
 
 def refuse_start(config: LoopConfig) -> None:
@@ -206,13 +210,7 @@ def fit(
     """
     memory = read_deepspeed_config(config.deepspeed_config)
     total = total_steps(config, batches.plan.steps_per_epoch)
-    settings = {
-        **weight_settings(config),
-        **identity,
-        "world size": ranks.world,
-        "ZeRO stage": memory.get("zero_optimization", {}).get("stage", 0),
-        "deepspeed_config": memory,
-    }
+    settings = what_weights_depend_on(config, ranks, memory, identity)
     engine = start_engine(module, config, memory)
     checkpoints, done, history = open_run(engine, config, ranks, settings, batches.position, argv)
     if done and ranks.first:
