@@ -21,14 +21,12 @@ from dcd_core.config import finish_run, parse_config, refuse_taken, run_entry, s
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
-from dcd_core.files import content_hash
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.methods import assemble
 from dcd_core.models import Pair
-from dcd_core.progress import Bar
 from dcd_core.replay import Rollout, replay
 from diagnostics.loading import inputs_key, load_models, read_prompts
-from diagnostics.parts import Parts
+from diagnostics.parts import Parts, at_every_alpha
 from diagnostics.resampling import paired_difference, ratio_of_sums
 from diagnostics.wording import plain
 
@@ -77,18 +75,15 @@ def main(argv: list[str] | None = None) -> int:
     pair, heads = load_heads(config)
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
-    rounds = []
-    with Bar(len(prompts) * len(config.alphas), "rollouts and replay", unit="prompts") as bar:
-        for alpha in config.alphas:
-            for start in range(0, len(prompts), config.batch):
-                batch = prompts[start : start + config.batch]
-                name = f"alpha{alpha:g}-{content_hash([prompt.id for prompt in batch])[:16]}"
-                piece = parts.get(name)
-                if piece is None:
-                    piece = replay_batch(pair, heads, batch, stops, alpha, config)
-                    parts.put(name, piece)
-                rounds += piece
-                bar.update(len(batch), f"alpha {alpha:g}")
+    pieces = at_every_alpha(
+        prompts,
+        config.alphas,
+        config.batch,
+        parts,
+        "rollouts and replay",
+        lambda batch, alpha: replay_batch(pair, heads, batch, stops, alpha, config),
+    )
+    rounds = [row for piece in pieces for row in piece]
     found = compare(rounds, config)
     finish_run(folder, {"accepted_length": found})
     parts.remove()

@@ -5,10 +5,13 @@ Every piece carries the key of the settings and inputs that made it; pieces of o
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash, write_json_atomic
+from dcd_core.progress import Bar
 
 
 class Parts:
@@ -45,3 +48,28 @@ class Parts:
             return {"key": found["key"], "value": found["value"]}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path} is damaged; delete it, and the same command makes it again") from None
+
+
+def at_every_alpha(
+    prompts: list[Prompt],
+    alphas: list[float],
+    size: int,
+    parts: Parts,
+    label: str,
+    measure: Callable[[list[Prompt], float], object],
+) -> list:
+    """`measure(batch, alpha)` of every batch of `size` prompts at every alpha, in order; batches measured before a stop
+    are taken as they are."""
+    pieces = []
+    with Bar(len(prompts) * len(alphas), label, unit="prompts") as bar:
+        for alpha in alphas:
+            for start in range(0, len(prompts), size):
+                batch = prompts[start : start + size]
+                name = f"alpha{alpha:g}-{content_hash([prompt.id for prompt in batch])[:16]}"
+                piece = parts.get(name)
+                if piece is None:
+                    piece = measure(batch, alpha)
+                    parts.put(name, piece)
+                pieces.append(piece)
+                bar.update(len(batch), f"alpha {alpha:g}")
+    return pieces

@@ -20,13 +20,11 @@ from data_prep.chat_template import template_arguments
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_taken, run_entry, save_run, versions
 from dcd_core.contrast import Target
 from dcd_core.decode import Generation, Prompt, Settings, decode
-from dcd_core.files import content_hash
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.methods import assemble
 from dcd_core.models import Pair
-from dcd_core.progress import Bar
 from diagnostics.loading import inputs_key, load_models, read_prompts, short_name
-from diagnostics.parts import Parts
+from diagnostics.parts import Parts, at_every_alpha
 from diagnostics.position_quantities import position_quantities
 from diagnostics.position_summary import summarise_by_alpha
 from diagnostics.records import read_records, write_records
@@ -113,20 +111,16 @@ KEY_LEAVES_OUT = ("output", "overwrite", "alphas", "limit", "seed", "resamples",
 def measure(
     pair: Pair, head: Eagle3Head, prompts: list[Prompt], stops: tuple[int, ...], config: Config, parts: Parts
 ) -> list[dict[str, list]]:
-    """Columns of every batch of prompts at every alpha; batches measured before a stop are taken as they are."""
-    pieces = []
-    with Bar(len(prompts) * len(config.alphas), "signal and error", unit="prompts") as bar:
-        for alpha in config.alphas:
-            for start in range(0, len(prompts), config.batch):
-                batch = prompts[start : start + config.batch]
-                name = f"alpha{alpha:g}-{content_hash([prompt.id for prompt in batch])[:16]}"
-                piece = parts.get(name)
-                if piece is None:
-                    piece = measure_batch(pair, head, batch, stops, alpha, config.max_new_tokens)
-                    parts.put(name, piece)
-                pieces.append(piece)
-                bar.update(len(batch), f"alpha {alpha:g}")
-    return pieces
+    """Columns of every batch of prompts at every alpha."""
+    longest = config.max_new_tokens
+    return at_every_alpha(
+        prompts,
+        config.alphas,
+        config.batch,
+        parts,
+        "signal and error",
+        lambda batch, alpha: measure_batch(pair, head, batch, stops, alpha, longest),
+    )
 
 
 def measure_batch(
