@@ -14,7 +14,7 @@ from data_prep.messages import Skip
 from dcd_core.decode import Generation, Prompt
 
 # Stands for every answer when rendered texts are compared; a text that no template trims or rewrites.
-PLACEHOLDER = "ANSWER"
+STAND_IN = "ANSWER"
 
 
 @dataclass
@@ -129,12 +129,12 @@ def take(work: Work, generation: Generation, chat: Chat, room: int) -> None:
 def between(messages: Messages, question: dict, chat: Chat) -> list[int]:
     """Ids of what the template writes after an answer's end-of-turn token, up to where the next answer begins.
 
-    `messages` end with that answer. Found by comparing rendered texts, with a placeholder for each answer. Raises Skip
+    `messages` end with that answer. Found by comparing rendered texts, with one fixed word for each answer. Raises Skip
     when the template does not simply append.
     """
-    plain = [{**m, "content": PLACEHOLDER} if m["role"] == "assistant" else m for m in messages]
+    plain = [{**m, "content": STAND_IN} if m["role"] == "assistant" else m for m in messages]
     try:
-        before = chat.text(plain[:-1], generation_prompt=True) + PLACEHOLDER
+        before = chat.text(plain[:-1], generation_prompt=True) + STAND_IN
         after = chat.text([*plain, question], generation_prompt=True)
     except TemplateError as error:
         raise Skip(f"the chat template refuses the next question ({error})") from None

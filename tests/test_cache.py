@@ -88,7 +88,9 @@ def test_what_was_rolled_back_leaves_no_trace(model):
     rows.append([words(6, 4), words(6, 5), words(6, 6)], [6, 6, 6])
     rows.rollback([7, 3, 0])
     rows.append([words(3, 7), words(3, 8), words(3, 9)], [3, 2, 1])
+    assert rows.cache.lengths == [10, 5, 1] == [len(text) for text in rows.texts]
     rows.append([words(2, 10), words(2, 11), words(2, 12)], [2, 2, 2])
+    assert rows.cache.lengths == [12, 7, 3]
 
 
 def test_rows_leave_and_change_places(model):

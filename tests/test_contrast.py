@@ -34,7 +34,7 @@ P, Q, E = rows(1), rows(2), rows(3)
 LOG_P, LOG_Q, LOG_E = (row.log_softmax(-1) for row in (P, Q, E))
 
 
-def close(left, right, tolerance=1e-11):
+def assert_close(left, right, tolerance=1e-11):
     torch.testing.assert_close(left, right, atol=tolerance, rtol=tolerance)
 
 
@@ -48,24 +48,24 @@ def logs(*probabilities: float) -> torch.Tensor:
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_the_target_is_the_paper_s_equation(alpha):
     expected = (1 + alpha) * LOG_P - alpha * LOG_Q
-    close(target_log_probs([P, Q], Target(alpha=alpha)), expected - expected.logsumexp(-1, keepdim=True))
+    assert_close(target_log_probs([P, Q], Target(alpha=alpha)), expected - expected.logsumexp(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_log_z_is_alpha_times_a_renyi_divergence(alpha):
     order = 1 + alpha
     renyi = (LOG_P.exp() ** order * LOG_Q.exp() ** (1 - order)).sum(-1).log() / (order - 1)
-    close(log_z(P, Q, alpha), alpha * renyi)
+    assert_close(log_z(P, Q, alpha), alpha * renyi)
     assert (log_z(P, Q, alpha) >= 0).all()
-    close(log_z(P, P + 7, alpha), torch.zeros(50, dtype=torch.float64))
+    assert_close(log_z(P, P + 7, alpha), torch.zeros(50, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_lemma_b1(alpha):
     target, constant = target_log_probs([P, Q], Target(alpha=alpha)), log_z(P, Q, alpha)
-    close(kl(LOG_P, target), constant - alpha * kl(LOG_P, LOG_Q))
-    close(kl(LOG_Q, target), constant + (1 + alpha) * kl(LOG_Q, LOG_P))
-    close(kl(LOG_E, target), constant + (1 + alpha) * kl(LOG_E, LOG_P) - alpha * kl(LOG_E, LOG_Q))
+    assert_close(kl(LOG_P, target), constant - alpha * kl(LOG_P, LOG_Q))
+    assert_close(kl(LOG_Q, target), constant + (1 + alpha) * kl(LOG_Q, LOG_P))
+    assert_close(kl(LOG_E, target), constant + (1 + alpha) * kl(LOG_E, LOG_P) - alpha * kl(LOG_E, LOG_Q))
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -75,7 +75,7 @@ def test_with_a_cutoff_the_identities_hold_on_the_renormalised_allowed_set_only(
     restricted = ((1 + alpha) * p - alpha * q).masked_fill(~allowed, -INF)
     constant = restricted.logsumexp(-1)
     target = target_log_probs([P, Q], Target(alpha=alpha, cutoff=0.1))
-    close(kl(p, target), constant - alpha * kl(p, q))
+    assert_close(kl(p, target), constant - alpha * kl(p, q))
     assert (constant > -1e-12).all()
     assert (kl(LOG_P, target) == INF).any(), "the expert has mass where the target has none"
     p = logs(0.6, 0.35, 0.05)
@@ -85,7 +85,7 @@ def test_with_a_cutoff_the_identities_hold_on_the_renormalised_allowed_set_only(
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_equal_models_give_the_expert(alpha):
-    close(target_log_probs([P, P - 3], Target(alpha=alpha)), LOG_P)
+    assert_close(target_log_probs([P, P - 3], Target(alpha=alpha)), LOG_P)
 
 
 def test_alpha_zero_gives_the_expert_bit_for_bit():
@@ -104,7 +104,7 @@ def test_alpha_zero_gives_the_expert_bit_for_bit():
 def test_logits_and_log_probs_give_one_target(cutoff, temperature):
     target = Target(alpha=0.5, cutoff=cutoff, temperature=temperature)
     raw, normalised = (target_log_probs(pair, target) for pair in ([P, Q], [LOG_P, LOG_Q]))
-    close(raw.exp(), normalised.exp())
+    assert_close(raw.exp(), normalised.exp())
     assert torch.equal(raw == -INF, normalised == -INF)
     assert torch.equal(choices([P, Q], target), choices([LOG_P, LOG_Q], target))
 
@@ -113,13 +113,13 @@ def test_logits_and_log_probs_give_one_target(cutoff, temperature):
 def test_cos_is_dcd_with_other_numbers(mu, temperature):
     """CoS: softmax((z_p - mu z_q) / T); mu .1 is alpha .111, mu .5 is alpha 1."""
     target = Target(alpha=mu / (1 - mu), temperature=temperature / (1 - mu))
-    close(target_log_probs([P, Q], target), ((P - mu * Q) / temperature).log_softmax(-1))
+    assert_close(target_log_probs([P, Q], target), ((P - mu * Q) / temperature).log_softmax(-1))
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0, 2.0])
 def test_proxy_tuning_is_three_weighted_models(strength):
     direct = LOG_P.exp() * (LOG_Q.exp() / LOG_E.exp()) ** strength
-    close(
+    assert_close(
         target_log_probs([P, Q, E], Target(weights=(1.0, strength, -strength))),
         (direct / direct.sum(-1, keepdim=True)).log(),
     )
@@ -128,13 +128,13 @@ def test_proxy_tuning_is_three_weighted_models(strength):
 def test_weights_and_model_temperatures_name_the_other_published_targets():
     li = Target(weights=(1.0, -0.5), temperatures=(1.0, 0.5), cutoff=0.1, temperature=0.8)
     expected = (LOG_P - 0.5 * LOG_Q / 0.5).masked_fill(LOG_P.exp() < 0.1 * LOG_P.exp().amax(-1, keepdim=True), -INF)
-    close(target_log_probs([P, Q], li).exp(), (expected / 0.8).softmax(-1))
-    close(
+    assert_close(target_log_probs([P, Q], li).exp(), (expected / 0.8).softmax(-1))
+    assert_close(
         target_log_probs([P, Q], Target(weights=(1.3, -0.3))),
         target_log_probs([P, Q], Target(alpha=0.3)),
     )
     dola = target_log_probs([P, Q], Target(weights=(1.0, -1.0)))
-    close(dola, (P - Q).log_softmax(-1))
+    assert_close(dola, (P - Q).log_softmax(-1))
 
 
 # ---- numerical traps -------------------------------------------------------------------------------------------------
@@ -145,14 +145,14 @@ def test_an_id_suppressed_in_both_models_stays_out(alpha):
     p, q = logs(0.5, 0.3, 0.2, 0.0), logs(0.1, 0.6, 0.3, 0.0)
     target = target_log_probs([p, q], Target(alpha=alpha))
     assert target[3] == -INF and not target.isnan().any()
-    close(target[:3], target_log_probs([p[:3], q[:3]], Target(alpha=alpha)))
+    assert_close(target[:3], target_log_probs([p[:3], q[:3]], Target(alpha=alpha)))
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_an_id_that_only_the_amateur_excludes_is_floored(alpha):
     p, q = logs(0.7, 0.2, 0.1), logs(0.8, 0.2, 0.0)
     expected = (1 + alpha) * p - alpha * torch.tensor([q[0], q[1], q[0] - LOG_FLOOR])
-    close(target_log_probs([p, q], Target(alpha=alpha)), expected.log_softmax(-1))
+    assert_close(target_log_probs([p, q], Target(alpha=alpha)), expected.log_softmax(-1))
     assert floor_hits(p, q, 0.0).item() == 1
     assert floor_hits(p, q, 0.5).item() == 0, "an id outside the plausible set is no hit"
 
@@ -164,7 +164,7 @@ def test_an_id_that_only_the_expert_excludes_stays_out():
 
 def test_the_floor_is_shift_invariant_and_for_negative_weights_only():
     p, q = logs(0.7, 0.2, 0.1), logs(0.8, 0.2, 0.0)
-    close(target_log_probs([p + 40, q - 900], Target(alpha=0.3)), target_log_probs([p, q], Target(alpha=0.3)))
+    assert_close(target_log_probs([p + 40, q - 900], Target(alpha=0.3)), target_log_probs([p, q], Target(alpha=0.3)))
     tuned = target_log_probs([p, q, p], Target(weights=(1.0, 0.5, -0.5)))
     assert tuned[2] == -INF and not tuned.isnan().any(), "a model with a positive weight may exclude an id"
 
@@ -197,7 +197,7 @@ def test_the_cutoff_is_decided_by_the_untempered_expert():
 def test_the_cutoff_comes_before_the_temperature_and_after_the_combination():
     target = target_log_probs([P, Q], Target(alpha=0.5, cutoff=0.2, temperature=0.5))
     combined = (1.5 * LOG_P - 0.5 * LOG_Q).masked_fill(~plausible(P, 0.2), -INF) / 0.5
-    close(target.exp(), combined.softmax(-1))
+    assert_close(target.exp(), combined.softmax(-1))
 
 
 def test_the_amateur_cannot_move_the_plausible_set():
@@ -250,8 +250,8 @@ def test_broken_rows_are_not_hidden():
 def test_the_signal_is_taken_at_the_target_s_choice_from_normalised_rows():
     best = (1.5 * P - 0.5 * Q).argmax(-1, keepdim=True)
     expected = (LOG_P - LOG_Q).gather(-1, best).squeeze(-1).abs()
-    close(contrast_signal(P, Q, Target(alpha=0.5)), expected)
-    close(contrast_signal(P + 5, Q - 5, Target(alpha=0.5, temperature=0.0)), expected)
+    assert_close(contrast_signal(P, Q, Target(alpha=0.5)), expected)
+    assert_close(contrast_signal(P + 5, Q - 5, Target(alpha=0.5, temperature=0.0)), expected)
 
 
 def test_the_signal_stays_finite_where_the_amateur_excludes_the_choice():

@@ -94,4 +94,8 @@ def test_an_entry_script_runs_from_any_folder(path, tmp_path):
 def test_the_report_needs_no_torch():
     """It is drawn from files, also on machines without torch."""
     code = "import sys; sys.modules['torch'] = None; import diagnostics.report"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # negative control: the same block stops what does need torch
+    blocked = subprocess.run([sys.executable, "-c", code.replace("report", "latency")], cwd=ROOT, capture_output=True)
+    assert blocked.returncode != 0

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic_records
+from matplotlib.container import ErrorbarContainer
 
 from diagnostics import plots
 from diagnostics.position_summary import cells, marginals, summarise_by_alpha
@@ -82,10 +83,26 @@ def test_every_figure_is_saved_whole(rows, entries, tmp_path):
 
 def test_one_prompt_is_drawn_without_intervals():
     frame = pd.DataFrame(synthetic_records.positions(prompts=1, length=40)).assign(amateur_error=np.nan)
-    plots.gain_map(cells(frame, resamples=10), "top1")
-    plots.headroom_bars(summarise_by_alpha(frame, resamples=10))
+    one = cells(frame, resamples=10)
+    assert not [text for text in plots.gain_map(one, "top1").axes[0].texts if text.get_weight() == "bold"]
     rounds = pd.DataFrame(synthetic_records.rounds(prompts=1, repeats=1))
-    plots.speedup_bars(summarise_rounds(rounds, resamples=10))
+    many = pd.DataFrame(synthetic_records.positions(prompts=6, length=40)).assign(amateur_error=np.nan)
+    drawn = {
+        "headroom": plots.headroom_bars(summarise_by_alpha(frame, resamples=10)),
+        "speed": plots.speedup_bars(summarise_rounds(rounds, resamples=10)),
+    }
+    for name, figure in drawn.items():
+        axes = figure.axes[0]
+        assert len(axes.patches) > 1, f"{name}: the bars themselves are drawn"
+        assert not interval_lines(axes), name
+    assert interval_lines(plots.headroom_bars(summarise_by_alpha(many, resamples=10)).axes[0]), (
+        "several prompts have them"
+    )
+
+
+def interval_lines(axes) -> list:
+    """The error bars of an axes."""
+    return [one for one in axes.containers if isinstance(one, ErrorbarContainer)]
 
 
 def test_series_differ_by_more_than_colour():
