@@ -24,7 +24,7 @@ from data_prep.chat_template import Chat, template_arguments
 from data_prep.finished import check_outputs, is_finished, report_path
 from data_prep.messages import read_conversations
 from data_prep.resumable import PartialFile
-from dcd_core.config import parse_config, run_entry
+from dcd_core.config import parse_config, refuse_below, run_entry
 from dcd_core.contrast import Target
 from dcd_core.decode import Generation, Prompt, Settings, decode
 from dcd_core.errors import UserError
@@ -62,14 +62,10 @@ class Config:
     overwrite: bool = field(default=False, metadata={"help": "replace an output that other settings made"})
 
     def __post_init__(self):
-        for name in ("samples", "max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1")
+        refuse_below(self, samples=1, max_new_tokens=1, batch_size=1, seed=0)
         for name in ("temperature", "alpha", "cutoff", "max_context", "limit_tokens"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"--{name} must not be negative")
-        if self.seed < 0:
-            raise ValueError("--seed must be at least 0")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError("--samples above 1 needs --temperature above 0: greedy answers are all the same")
         if self.method not in ("ar", "cd"):

@@ -71,6 +71,17 @@ def parse_config(cls: type[Settings], argv: list[str] | None = None, description
         raise UserError(str(error)) from None
 
 
+def refuse_below(config: Any, **least: float) -> None:
+    """Hold number settings to the least value each may have.
+
+    Raises:
+        ValueError: the first that is smaller, by flag, with its value.
+    """
+    for name, smallest in least.items():
+        if getattr(config, name) < smallest:
+            raise ValueError(f"--{name} must be at least {smallest}, got {getattr(config, name)}")
+
+
 def run_entry(main: Callable[[], int | None]) -> int:
     """Run an entry script's main on the command line; bad input becomes one line, `error: ...`, and exit code 2."""
     try:

@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from data_prep.chat_template import template_arguments
-from dcd_core.config import finish_run, parse_config, refuse_taken, run_entry, save_run
+from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
@@ -57,10 +57,7 @@ class Config:
         for name, items in (("--heads", self.heads), ("--alphas", self.alphas)):
             if not items or len(set(items)) < len(items):
                 raise ValueError(f"{name} must name at least one, and none twice; got {items}")
-        least = {"gamma": 1, "batch": 1, "resamples": 1, "max_new_tokens": 2, "limit": 0, "seed": 0}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ValueError(f"--{name} must be at least {smallest}, got {getattr(self, name)}")
+        refuse_below(self, gamma=1, batch=1, resamples=1, max_new_tokens=2, limit=0, seed=0)
         if min(self.alphas) < 0:
             raise ValueError(f"--alphas must be 0 or more, got {self.alphas}")
 

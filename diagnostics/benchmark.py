@@ -20,7 +20,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from data_prep.chat_template import template_arguments
-from dcd_core.config import finish_run, git_sha, parse_config, refuse_taken, run_entry, save_run, versions
+from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run, versions
 from dcd_core.decode import Settings
 from dcd_core.files import write_text_atomic
 from dcd_core.methods import METHODS, assemble
@@ -72,9 +72,7 @@ class Config:
         unknown = [method for method in self.methods if method not in METHODS]
         if unknown:
             raise ValueError(f"method '{unknown[0]}' is unknown; choose from {', '.join(METHODS)}")
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        refuse_below(self, **LEAST)
         if min(self.alphas) < 0:
             raise ValueError(f"--alphas must be 0 or more, got {self.alphas}")
 

@@ -23,7 +23,7 @@ from tabulate import tabulate
 from transformers import GenerationConfig
 
 from data_prep.chat_template import template_arguments
-from dcd_core.config import finish_run, parse_config, refuse_taken, run_entry, save_run
+from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.methods import METHODS, assemble
@@ -71,12 +71,7 @@ class Config:
             raise ValueError(f"--methods {' '.join(self.methods)}: choose from {choices}")
         if not self.alphas or min(self.alphas) < 0:
             raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
-
-
-LEAST = {"batch": 1, "gamma": 1, "max_new_tokens": 1, "limit": 0, "loop_prompts": 0, "noise_prompts": 0, "seed": 0}
+        refuse_below(self, batch=1, gamma=1, max_new_tokens=1, limit=0, loop_prompts=0, noise_prompts=0, seed=0)
 
 
 @dataclass(frozen=True)

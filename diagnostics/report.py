@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jinja2
 
-from dcd_core.config import git_sha, is_free, make_folder, parse_config, run_entry
+from dcd_core.config import git_sha, is_free, make_folder, parse_config, refuse_below, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, remove, write_text_atomic
 from diagnostics import paper
@@ -47,10 +47,7 @@ class Config:
     def __post_init__(self):
         if not self.runs or not all(self.runs):
             raise ValueError("--runs needs a folder of finished runs, or several")
-        if self.resamples < 1:
-            raise ValueError(f"--resamples must be at least 1, got {self.resamples}")
-        if self.seed < 0:
-            raise ValueError(f"--seed must be at least 0, got {self.seed}")
+        refuse_below(self, resamples=1, seed=0)
 
 
 def main(argv: list[str] | None = None) -> int:

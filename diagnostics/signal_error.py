@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from data_prep.chat_template import template_arguments
-from dcd_core.config import finish_run, git_sha, parse_config, refuse_taken, run_entry, save_run, versions
+from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run, versions
 from dcd_core.contrast import Target
 from dcd_core.decode import Generation, Prompt, Settings, decode
 from dcd_core.heads.eagle3 import Eagle3Head
@@ -68,9 +68,7 @@ class Config:
             raise ValueError(f"--alphas names a contrast strength twice: {self.alphas}")
         if self.max_new_tokens < 2:
             raise ValueError("--max_new_tokens must be at least 2: an answer's first token is never drafted")
-        for name, least in {"batch": 1, "resamples": 1, "limit": 0, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        refuse_below(self, batch=1, resamples=1, limit=0, seed=0)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -252,3 +253,10 @@ def test_a_metric_that_is_no_number_is_refused(tmp_path):
 def test_versions_of_what_is_missing(monkeypatch):
     monkeypatch.setattr(config, "RECORDED_PACKAGES", ("no-such-package-here",))
     assert config.versions()["no-such-package-here"] == "not installed"
+
+
+def test_the_first_number_below_its_least_is_named():
+    settings = SimpleNamespace(gamma=5, limit=0, seed=-1)
+    config.refuse_below(settings, gamma=5, limit=0)
+    with pytest.raises(ValueError, match="^--seed must be at least 0, got -1$"):
+        config.refuse_below(settings, gamma=1, limit=0, seed=0)

@@ -22,7 +22,7 @@ import torch
 
 from data_prep.chat_template import stop_ids
 from data_prep.vocabulary import build_vocabulary, load_vocabulary
-from dcd_core.config import finish_run, parse_config, run_entry
+from dcd_core.config import finish_run, parse_config, refuse_below, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash
 from dcd_core.heads.checkpoint import load_head, save_head
@@ -71,9 +71,7 @@ class Config(LoopConfig):
         super().__post_init__()
         if not self.expert or not self.train_tokens:
             raise ValueError("--expert (hub id or folder) and --train_tokens (token files) are both needed")
-        for name in ("draft_vocab_size", "unroll_steps", "gamma"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        refuse_below(self, draft_vocab_size=1, unroll_steps=1, gamma=1)
         if self.snapshots and min(self.snapshots) < 1:
             raise ValueError(f"--snapshots takes numbers of answer tokens, 1 or more, got {self.snapshots}")
         if self.feature_layers and len(set(self.feature_layers)) != 3:

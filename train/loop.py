@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dcd_core.config import refuse_taken, save_run
+from dcd_core.config import refuse_below, refuse_taken, save_run
 from dcd_core.errors import UserError
 from dcd_core.files import remove
 from dcd_core.progress import Bar
@@ -59,12 +59,9 @@ class LoopConfig:
     dry_run: bool = field(default=False, metadata={"help": "print sizes and steps; load no weights", **FREE})
 
     def __post_init__(self):
-        for name in ("epochs", "batch_size", "gradient_accumulation", "max_length", "save_every", "keep", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("seed", "max_steps", "warmup_steps", "clip", "weight_decay", "eval_every", "final_lr_ratio"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name} must be at least 0, got {getattr(self, name)}")
+        refuse_below(self, epochs=1, batch_size=1, gradient_accumulation=1, max_length=1)
+        refuse_below(self, save_every=1, keep=1, log_every=1, eval_every=0, seed=0, max_steps=0)
+        refuse_below(self, warmup_steps=0, clip=0, weight_decay=0, final_lr_ratio=0)
         if self.seed >= 2**63:
             raise ValueError(f"--seed must be below 2**63, got {self.seed}")
         if self.lr <= 0:
