@@ -131,8 +131,8 @@ class Batch:
     def round(self) -> list[tuple[Generation, list[int]]]:
         """Draft, score, verify, keep: at least one token for every row."""
         clock = Clock(self.device, self.settings.timing)
-        noise = self._noise(self.settings.gamma + 1)
-        draft = self.drafter.propose(self.root, noise, self.settings.gamma)
+        noise = self._noise(self.settings.shape.depth + 1)
+        draft = self.drafter.propose(self.root, noise, self.settings.shape)
         clock.lap("draft")
         tokens = torch.cat([self.root[:, None], draft.tokens], dim=1)
         tree_mask = None if draft.linear else draft.ancestor_mask()
@@ -272,7 +272,7 @@ class Batch:
 
 def batch_capacities(method: Assembled, prompts: list[Prompt], settings: Settings) -> list[int]:
     """Slots a row that each scorer's cache needs for any of these prompts."""
-    budget = settings.max_new_tokens + method.drafter.most_nodes(settings.gamma) + 2
+    budget = settings.max_new_tokens + method.drafter.most_nodes(settings.shape) + 2
     longest = [max((len(scorer.prefix_ids(prompt)) for prompt in prompts), default=0) for scorer in method.scorers]
     return [length + budget for length in longest]
 

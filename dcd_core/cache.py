@@ -132,15 +132,18 @@ class KVCache(Cache):
     def plan(
         self,
         width: int,
-        tree_mask: Bool[Tensor, "batch width width"] | None = None,
+        tree_mask: Bool[Tensor, "batch width columns"] | None = None,
         depths: Int[Tensor, "batch width"] | None = None,
     ) -> Step:
         """Positions and mask for a pass of ``width`` new tokens at every row's own offset.
 
         Args:
             tree_mask: ``[b, i, j]`` is True where new token ``i`` sees new token ``j`` (itself included);
-                None means causal.
-            depths: position of each new token relative to the row's length; None means 0, 1, 2, ...
+                None means causal. With more columns than ``width``, the first ``columns - width`` stand for the row's
+                newest committed slots: a tree that grows level by level commits its levels and still hides them from
+                one another. Every row must hold as many.
+            depths: position of each new token relative to the row's length without those slots; None means
+                0, 1, 2, ... after them.
         Raises:
             UserError: a row would pass the capacity.
         """
@@ -154,18 +157,21 @@ class KVCache(Cache):
         extent = longest + width
         offsets = torch.tensor(self.lengths, device=self.device)[:, None]
         columns = torch.arange(width, device=self.device)
-        # relative[b, k] = index of slot k among row b's new tokens; negative for committed slots
-        relative = torch.arange(extent, device=self.device)[None, :] - offsets
+        open_slots = 0 if tree_mask is None else tree_mask.shape[2] - width
+        if not 0 <= open_slots <= min(self.lengths):
+            raise ValueError(f"a tree mask of {open_slots + width} columns does not fit {width} new tokens")
+        # relative[b, k] = index of slot k among the slots that the mask decides on; negative for those all may see
+        relative = torch.arange(extent, device=self.device)[None, :] - (offsets - open_slots)
         if tree_mask is None:
             mask = relative[:, None, :] <= columns[None, :, None]
         else:
-            index = relative.clamp(0, width - 1)[:, None, :].expand(-1, width, -1)
-            among_new = tree_mask.gather(2, index)
-            inside = ((relative >= 0) & (relative < width))[:, None, :]
+            last = open_slots + width - 1
+            among_new = tree_mask.gather(2, relative.clamp(0, last)[:, None, :].expand(-1, width, -1))
+            inside = ((relative >= 0) & (relative <= last))[:, None, :]
             mask = (relative < 0)[:, None, :] | (inside & among_new)
         slots = offsets + columns
         self._step = Step(
-            positions=slots if depths is None else offsets + depths,
+            positions=slots if depths is None else offsets - open_slots + depths,
             mask=mask[:, None],
             slots=slots,
             start=longest if uniform else None,

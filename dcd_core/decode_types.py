@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dcd_core.contrast import Target
+from dcd_core.draft import Shape
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
 from dcd_core.models import LanguageModel
@@ -27,7 +28,8 @@ class Settings:
     Args:
         max_new_tokens: at least 1.
         stop_ids: a row ends with the first of these, inclusive.
-        gamma: drafts per round (a drafter may propose fewer).
+        gamma: longest drafted path (a drafter may propose less).
+        branch, nodes, stop_below: the rest of the draft's shape (:class:`dcd_core.draft.Shape`).
         rule: ``auto`` (deterministic at T = 0, else the drafter's own), or one of :data:`dcd_core.draft.RULES`.
         timing: synchronise the device around every phase, so that the seconds of a round are true.
     Raises:
@@ -39,6 +41,9 @@ class Settings:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     gamma: int = 5
+    branch: int = 1
+    nodes: int = 0
+    stop_below: float = 0.0
     rule: str = "auto"
     timing: bool = False
 
@@ -47,8 +52,19 @@ class Settings:
             raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.gamma < 1:
             raise UserError(f"gamma must be at least 1, got {self.gamma}")
+        if self.branch < 1:
+            raise UserError(f"branch must be at least 1, got {self.branch}")
+        if self.nodes < 0:
+            raise UserError(f"nodes must be 0 (depth times branch) or more, got {self.nodes}")
+        if not 0 <= self.stop_below < 1:
+            raise UserError(f"stop_below is a probability in [0, 1), got {self.stop_below}")
         if self.rule not in ("auto", "sampled", "deterministic", "shared_noise"):
             raise UserError(f"rule {self.rule!r} is unknown; choose auto, sampled, deterministic or shared_noise")
+
+    @property
+    def shape(self) -> Shape:
+        """How large a draft may grow."""
+        return Shape(self.gamma, self.branch, self.nodes, self.stop_below)
 
 
 @dataclass

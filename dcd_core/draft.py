@@ -11,6 +11,29 @@ from torch import Tensor
 RULES = ("deterministic", "sampled", "shared_noise")
 
 
+@dataclass(frozen=True)
+class Shape:
+    """How large a draft may grow.
+
+    Args:
+        depth: longest path, gamma.
+        branch: children that one node may have; 1 drafts chains.
+        nodes: budget of nodes of a tree; 0 for depth * branch.
+        stop_below: a path ends with the first token that brings the product of its draft probabilities below this.
+            That token stays: dropping a sampled token because of what it is would bias the output.
+    """
+
+    depth: int = 5
+    branch: int = 1
+    nodes: int = 0
+    stop_below: float = 0.0
+
+    @property
+    def budget(self) -> int:
+        """Most nodes of one draft."""
+        return self.depth if self.branch == 1 else self.nodes or self.depth * self.branch
+
+
 @dataclass
 class Draft:
     """Proposed tokens with the rule by which they may be judged.
@@ -69,20 +92,16 @@ class Draft:
 
     def depths(self) -> Int[Tensor, "batch nodes"]:
         """1 for a child of the root, 2 for its children, and so on."""
-        depth = torch.ones_like(self.tokens)
-        for node in range(self.nodes):
-            parent = self.parents[:, node]
-            above = depth.gather(1, parent.clamp_min(0)[:, None])[:, 0]
-            depth[:, node] = torch.where(parent >= 0, above + 1, 1)
-        return depth
+        return self.ancestor_mask().sum(-1)[:, 1:] - 1
 
     def ancestor_mask(self) -> Bool[Tensor, "batch width width"]:
-        """Tree mask over [root, nodes]: entry (i, j) is True where j is i itself or an ancestor of i."""
+        """Tree mask over [root, nodes]: entry (i, j) is True where j is i itself or an ancestor of i.
+
+        By squaring: a path of up to 2^k steps is one of at most 2^(k-1), twice.
+        """
         batch, width = self.tokens.shape[0], self.nodes + 1
-        mask = torch.zeros(batch, width, width, dtype=torch.bool, device=self.tokens.device)
-        mask[:, 0, 0] = True
-        for node in range(self.nodes):
-            above = (self.parents[:, node] + 1)[:, None, None].expand(-1, 1, width)
-            mask[:, node + 1] = mask.gather(1, above)[:, 0]
-            mask[:, node + 1, node + 1] = True
-        return mask
+        reach = torch.eye(width, device=self.tokens.device).repeat(batch, 1, 1)
+        reach[:, 1:].scatter_(2, self.parents[..., None] + 1, 1.0)
+        for _ in range((width - 1).bit_length()):
+            reach = (reach @ reach).clamp_max_(1.0)
+        return reach > 0

@@ -135,7 +135,7 @@ class LanguageModel:
         input_ids: Int[Tensor, "batch width"],
         cache: KVCache,
         *,
-        tree_mask: Bool[Tensor, "batch width width"] | None = None,
+        tree_mask: Bool[Tensor, "batch width columns"] | None = None,
         depths: Int[Tensor, "batch width"] | None = None,
         features: bool = False,
         select: Int[Tensor, " batch"] | None = None,

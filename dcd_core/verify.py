@@ -89,7 +89,10 @@ def verify(
         return _walk_choices(shared_noise_choices(target, draft, noise.gumbel), draft)
     if not draft.linear and noise.accept.shape[2] < draft.nodes:
         raise ValueError(f"a tree of {draft.nodes} nodes needs as many coins a depth, got {noise.accept.shape[2]}")
-    return _walk_probabilities(target, draft, noise)
+    if draft.rule == "deterministic":
+        return _walk_points(target, draft, noise)
+    walk = _walk_sampled_chain if draft.linear else _walk_sampled_tree
+    return walk(target, draft, noise)
 
 
 def shared_noise_choices(
@@ -147,34 +150,99 @@ def _walk_choices(choices: Int[Tensor, "batch rows"], draft: Draft) -> Verdict:
     return path.finish(choice)
 
 
-def _walk_probabilities(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: Uniforms) -> Verdict:
-    """Visit the nodes in order; ``current`` is what remains of the target at the row's place in the tree."""
+def _walk_points(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: Uniforms) -> Verdict:
+    """Deterministic drafts: a rejected child is a point mass taken out of the target, so numbers are enough on the way
+    and one row of the vocabulary at the end."""
+    path = _Path(draft)
+    probability = _at_nodes(target, draft).exp()
+    # a second child with the same token finds nothing left of it
+    same = (draft.parents[:, :, None] == draft.parents[:, None]) & (draft.tokens[:, :, None] == draft.tokens[:, None])
+    repeated = (same & draft.valid[:, None]).tril(-1).any(-1)
+    probability = probability.masked_fill(repeated, 0.0)
+    left = torch.ones_like(target[:, 0, 0])
+    refused = torch.zeros_like(draft.valid)
+    for node in range(draft.nodes):
+        visited = draft.valid[:, node] & (draft.parents[:, node] == path.node)
+        took = visited & (_coin(noise, path) * left < probability[:, node])
+        left = torch.where(visited, left - probability[:, node], left).clamp_min(0).masked_fill(took, 1.0)
+        refused[:, node] = visited & ~took
+        path.advance(took, node, draft.tokens[:, node])
+        path.sibling = path.sibling + refused[:, node]
+    row = _row_of(target, path)
+    # ids that were refused at the end of the path leave the row; the others' writes go to a column beyond it
+    outside = torch.where(refused & (draft.parents == path.node[:, None]), draft.tokens, row.shape[1])
+    remaining = torch.nn.functional.pad(row, (0, 1)).scatter(1, outside, 0.0)[:, :-1]
+    return _draw(path, target, row, remaining, draft, noise)
+
+
+def _walk_sampled_chain(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: Uniforms) -> Verdict:
+    """A sampled chain: no node has a sibling, so the residual is only needed at the end. The result is that of
+    :func:`_walk_sampled_tree`, from one row of the vocabulary instead of one a node."""
+    path = _Path(draft)
+    probability = _at_nodes(target, draft).exp()
+    proposal = draft.probs.gather(2, draft.tokens[..., None]).squeeze(-1)
+    refused = torch.zeros_like(draft.valid)
+    for node in range(draft.nodes):
+        visited = draft.valid[:, node] & (path.node == node - 1)
+        took = visited & (_coin(noise, path) * proposal[:, node] < probability[:, node])
+        refused[:, node] = visited & ~took
+        path.advance(took, node, draft.tokens[:, node])
+        path.sibling = path.sibling + refused[:, node]
+    row = _row_of(target, path)
+    index = path.accepted.clamp_max(max(draft.nodes - 1, 0))[:, None, None].expand(-1, 1, row.shape[1])
+    remaining = row
+    if draft.nodes:
+        proposed = draft.probs.gather(1, index)[:, 0]
+        remaining = torch.where(refused.any(1, keepdim=True), (row - proposed).clamp_min(0), row)
+    return _draw(path, target, row, remaining, draft, noise)
+
+
+def _walk_sampled_tree(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: Uniforms) -> Verdict:
+    """Children sampled without replacement, in sampling order; ``current`` is what remains of the target at the row's
+    place in the tree."""
     missing_last = target.shape[1] == draft.nodes
     path, current = _Path(draft), target[:, 0].exp()
-    batch = torch.arange(current.shape[0], device=current.device)
-    coins = noise.accept.shape[1:] if draft.nodes else (1, 1)
     for node in range(draft.nodes):
-        token = draft.tokens[:, node]
+        token, proposal = draft.tokens[:, node], draft.probs[:, node]
         visited = draft.valid[:, node] & (draft.parents[:, node] == path.node)
-        # unvisited nodes read some coin too, so the index is clamped; their result is not used
-        depth, sibling = path.accepted.clamp_max(coins[0] - 1), path.sibling.clamp_max(coins[1] - 1)
-        coin = noise.accept[batch, depth, sibling]
-        probability = current.gather(1, token[:, None])[:, 0]
-        if draft.rule == "sampled":
-            proposal = draft.probs[:, node]
-            took = visited & (coin * proposal.gather(1, token[:, None])[:, 0] < probability)
-            left = (current - proposal).clamp_min_(0)
-        else:
-            took = visited & (coin < probability)
-            left = current.scatter(1, token[:, None], 0.0)
+        probability, proposed = (row.gather(1, token[:, None])[:, 0] for row in (current, proposal))
+        took = visited & (_coin(noise, path) * proposed < probability)
+        refused = visited & ~took
+        left = (current - proposal).clamp_min_(0)
         mass = left.sum(-1, keepdim=True)
         # nothing left by rounding: target and proposal agree, and a rejection has probability 0; draw from the target
         left = torch.where(mass > 0, left / mass, current)
         after = current if missing_last and node == draft.nodes - 1 else target[:, node + 1].exp()
-        current = torch.where(took[:, None], after, torch.where((visited & ~took)[:, None], left, current))
+        current = torch.where(took[:, None], after, torch.where(refused[:, None], left, current))
         path.advance(took, node, token)
-        path.sibling = path.sibling + (visited & ~took)
-    final = inverse_cdf(current, noise.final.gather(1, path.accepted[:, None])[:, 0])
-    if missing_last:
-        final = torch.where(path.accepted == draft.nodes, -1, final)
+        path.sibling = path.sibling + refused
+    return _draw(path, target, current, current, draft, noise)
+
+
+def _at_nodes(target: Float[Tensor, "batch rows vocab"], draft: Draft) -> Float[Tensor, "batch nodes"]:
+    """The target's entry for every node's token, in the row after its parent."""
+    index = (draft.parents + 1) * target.shape[2] + draft.tokens
+    return target.flatten(1).gather(1, index)
+
+
+def _coin(noise: Uniforms, path: _Path) -> Float[Tensor, " batch"]:
+    """The coin of the child that is visited next. Rows that visit none read some coin too, so the index is clamped;
+    their result is not used."""
+    depths, siblings = noise.accept.shape[1:]
+    index = path.accepted.clamp_max(depths - 1) * siblings + path.sibling.clamp_max(siblings - 1)
+    return noise.accept.flatten(1).gather(1, index[:, None])[:, 0]
+
+
+def _row_of(target: Float[Tensor, "batch rows vocab"], path: _Path) -> Float[Tensor, "batch vocab"]:
+    """Probabilities after the last accepted node; where that row is missing, any (the final token is then -1)."""
+    index = (path.node + 1).clamp_max(target.shape[1] - 1)[:, None, None]
+    return target.gather(1, index.expand(-1, 1, target.shape[2]))[:, 0].exp()
+
+
+def _draw(path: _Path, target: Tensor, row: Tensor, remaining: Tensor, draft: Draft, noise: Uniforms) -> Verdict:
+    """End the round with a draw from what remains of a row, or from the row itself where rounding leaves nothing."""
+    remaining = torch.where(remaining.sum(-1, keepdim=True) > 0, remaining, row)
+    final = inverse_cdf(remaining, noise.final.gather(1, path.accepted[:, None])[:, 0])
+    if target.shape[1] == draft.nodes:
+        final = torch.where(path.node == draft.nodes - 1, -1, final)
     return path.finish(final)

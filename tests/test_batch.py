@@ -225,9 +225,9 @@ def test_a_round_makes_one_copy_to_the_host(near, name, rule):
 
 def test_control_a_drafter_that_looks_at_its_drafts_is_seen(near):
     class Looking(Drafter):
-        def propose(self, root, noise, gamma):
+        def propose(self, root, noise, shape):
             assert root.min().item() >= 0
-            return super().propose(root, noise, gamma)
+            return super().propose(root, noise, shape)
 
     method = assemble("cd", near)
     method.drafter = Looking()

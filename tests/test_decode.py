@@ -125,15 +125,15 @@ class Scripted(Drafter):
     def __init__(self, truth: dict[tuple[int, ...], list[int]], tree: bool, expert):
         self.truth, self.tree, self.expert = truth, tree, expert
 
-    def most_nodes(self, gamma):
-        return 2 * gamma + 1 if self.tree else gamma
+    def most_nodes(self, shape):
+        return 2 * shape.depth + 1 if self.tree else shape.depth
 
     def begin(self, prompts, first, capacity):
         self.prompts, self.texts = [tuple(prompt) for prompt in prompts], [prompt[:1] for prompt in prompts]
         self.observe(first)
 
-    def propose(self, root, noise, gamma):
-        lines = []
+    def propose(self, root, noise, shape):
+        lines, gamma = [], shape.depth
         for prompt, text in zip(self.prompts, self.texts, strict=True):
             done = len(text) - len(prompt)
             line = (self.truth[prompt][done : done + gamma] + [7] * gamma)[:gamma]

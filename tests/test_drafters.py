@@ -8,6 +8,7 @@ from tiny import VOCAB, tiny_model, tiny_pair
 
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
+from dcd_core.draft import Shape
 from dcd_core.drafters.amateur import AmateurDrafter
 from dcd_core.drafters.eagle3 import Eagle3Drafter
 from dcd_core.drafters.ngram import NgramDrafter, NgramIndex
@@ -88,20 +89,20 @@ def first(rows: list[list[int]]) -> Accepted:
 def test_ngram_rows_draft_as_many_tokens_as_they_find():
     drafter = NgramDrafter()
     drafter.begin([[5, 6, 7, 8, 5], [1, 2, 3], [4, 4, 4]], first([[6, 7, 8, 5, 6], [2, 3, 9], [4, 4, 4]]), 10)
-    draft = drafter.propose(torch.tensor([6, 9, 4]), noise("deterministic"), 3)
+    draft = drafter.propose(torch.tensor([6, 9, 4]), noise("deterministic"), Shape(3))
     assert draft.linear and draft.rule == "deterministic" and draft.probs is None
     assert draft.valid.tolist() == [[True, True, True], [False] * 3, [True, False, False]]
     assert draft.tokens[0].tolist() == [7, 8, 5] and draft.tokens[2, 0] == 4
     drafter.observe(first([[7, 8], [1], [4]]))
     drafter.keep_rows([1, 0])
-    draft = drafter.propose(torch.tensor([1, 8]), noise("shared_noise", 2), 3)
+    draft = drafter.propose(torch.tensor([1, 8]), noise("shared_noise", 2), Shape(3))
     assert draft.rule == "shared_noise" and draft.tokens.tolist() == [[2, 3, 9], [5, 6, 7]]
 
 
 def test_ngram_rows_that_find_nothing_draft_nothing():
     drafter = NgramDrafter()
     drafter.begin([[1, 2], [3]], first([[2, 5], [4]]), 10)
-    assert drafter.propose(torch.tensor([5, 4]), noise("deterministic", 2), 3).nodes == 0
+    assert drafter.propose(torch.tensor([5, 4]), noise("deterministic", 2), Shape(3)).nodes == 0
 
 
 # ---- picking a token -------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_a_shared_noise_pick_reads_the_verifier_s_noise():
     token, probs = shared.pick(LOGITS, 1, 6)
     assert probs is None and torch.equal(token, (LOGITS / 0.5 + shared.gumbel(6)[:, 1]).argmax(-1))
     target = (LOGITS / 0.5).log_softmax(-1)[:, None].expand(-1, 4, -1)
-    choice = verify(target[:, :1], Drafter().propose(token, shared, 3), Uniforms(gumbel=shared.gumbel(6)[:, 1:]))
+    choice = verify(target[:, :1], Drafter().propose(token, shared, Shape(3)), Uniforms(gumbel=shared.gumbel(6)[:, 1:]))
     assert torch.equal(choice.tokens[:, 0], token), "a drafter that knows the target picks its token"
     reduced, _ = shared.pick(LOGITS, 1, 13, IDS)
     assert torch.equal(reduced, IDS[(LOGITS / 0.5 + shared.gumbel(13)[:, 1, IDS]).argmax(-1)])
@@ -154,8 +155,8 @@ class Follows:
         super().begin(prompts, first, capacity)
         self.texts = [[*prompt, tokens[-1]] for prompt, tokens in zip(prompts, first.host_tokens, strict=True)]
 
-    def propose(self, root, noise, gamma):
-        draft = super().propose(root, noise, gamma)
+    def propose(self, root, noise, shape):
+        draft = super().propose(root, noise, shape)
         for row, text in enumerate(self.texts):
             assert text[-1] == root[row]
             self.check(row, text, draft, noise)
@@ -281,5 +282,5 @@ def test_the_amateur_s_rows_and_its_delayed_row():
 
 def test_a_drafter_that_drafts_nothing_offers_every_rule():
     for rule in Drafter.rules:
-        draft = Drafter().propose(torch.tensor([1, 2]), noise(rule, 2), 4)
+        draft = Drafter().propose(torch.tensor([1, 2]), noise(rule, 2), Shape(4))
         assert draft.nodes == 0 and draft.tokens.shape == (2, 0)

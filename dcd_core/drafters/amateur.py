@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dcd_core.cache import KVCache
-from dcd_core.draft import Draft
+from dcd_core.draft import Draft, Shape
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.models import LanguageModel
 
@@ -31,10 +31,10 @@ class AmateurDrafter(Drafter):
         """Use the cache that the loop's prefill filled."""
         self.cache = cache
 
-    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, gamma: int) -> Draft:
+    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
         self.base = list(self.cache.lengths)
         token, tokens, probs, rows = root, [], [], []
-        for depth in range(gamma):
+        for depth in range(shape.depth):
             logits = self.amateur.forward(token[:, None], self.cache).logits[:, 0]
             self.cache.commit([1] * len(self.base))
             token, distribution = noise.pick(logits, depth, self.amateur.vocab)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from dcd_core.cache import KVCache
-from dcd_core.draft import Draft
+from dcd_core.draft import Draft, Shape
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 
 
@@ -44,12 +44,12 @@ class Eagle3Drafter(Drafter):
         self._read_accepted()
 
     @torch.no_grad()
-    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, gamma: int) -> Draft:
+    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
         self._read_accepted()
         state = self.state
         lengths = list(self.cache.lengths)
         tokens, probs = [], []
-        for depth in range(gamma):
+        for depth in range(shape.depth):
             if depth:
                 embeds = self.embedding(tokens[-1])[:, None].to(state.dtype)
                 state = self.head.step(embeds, state, self.cache)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dcd_core.draft import Draft
+from dcd_core.draft import Draft, Shape
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 
 
@@ -54,11 +54,11 @@ class NgramDrafter(Drafter):
             for prompt, tokens in zip(prompts, first.host_tokens, strict=True)
         ]
 
-    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, gamma: int) -> Draft:
-        found = [row.continuation(gamma) for row in self.rows]
+    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
+        found = [row.continuation(shape.depth) for row in self.rows]
         width = max(map(len, found))
         if width == 0:
-            return super().propose(root, noise, gamma)
+            return super().propose(root, noise, shape)
         padded = [tokens + [0] * (width - len(tokens)) for tokens in found]
         valid = [[index < len(tokens) for index in range(width)] for tokens in found]
         device = root.device

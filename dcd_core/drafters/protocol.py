@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dcd_core.draft import Draft
+from dcd_core.draft import Draft, Shape
 from dcd_core.sampling import DRAFT, gumbel, inverse_cdf, uniforms
 
 
@@ -94,9 +94,9 @@ class Drafter:
     scores_amateur = False
     """True if proposing computes the amateur's rows as a by-product (SCD), so the loop must not run it again."""
 
-    def most_nodes(self, gamma: int) -> int:
+    def most_nodes(self, shape: Shape) -> int:
         """Most nodes that one draft may have: the caches keep room for a pass over all of them."""
-        return gamma
+        return shape.budget
 
     suspect: Bool[Tensor, " batch"] | None = None
     """After ``propose``: rows whose draft came out of NaN or infinite states, for the loop to refuse."""
@@ -110,8 +110,8 @@ class Drafter:
             capacity: slots a row may need.
         """
 
-    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, gamma: int) -> Draft:
-        """Propose at most ``gamma`` tokens after each row's root."""
+    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
+        """Propose a draft of at most this shape after each row's root."""
         return Draft.empty(root.shape[0], root.device, noise.rule)
 
     def observe(self, accepted: Accepted) -> None:

@@ -259,7 +259,7 @@ class Eagle3Head(nn.Module):
         hidden: Float[Tensor, "batch width hidden"],
         cache: KVCache,
         *,
-        tree_mask: Bool[Tensor, "batch width width"] | None = None,
+        tree_mask: Bool[Tensor, "batch width columns"] | None = None,
         depths: Int[Tensor, "batch width"] | None = None,
     ) -> Float[Tensor, "batch width hidden"]:
         """One decoding pass over new rows; the caller commits the cache.
