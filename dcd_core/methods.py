@@ -9,6 +9,7 @@ from torch import nn
 
 from dcd_core.decode_types import Assembled, Scorer
 from dcd_core.drafters.amateur import AmateurDrafter
+from dcd_core.drafters.cos import CosDrafter
 from dcd_core.drafters.eagle3 import Eagle3Drafter
 from dcd_core.drafters.ngram import NgramDrafter
 from dcd_core.drafters.protocol import Drafter
@@ -24,6 +25,7 @@ class Method:
     contrast: bool
     drafter: Callable[[Pair, nn.Module | None], Drafter]
     needs_head: bool = False
+    saving: str | None = None
 
 
 def _nobody(pair: Pair, head: nn.Module | None) -> Drafter:
@@ -39,8 +41,12 @@ METHODS = {
     "cd": Method("vanilla contrastive decoding, both models cached", True, _nobody),
     "expert_sd": Method("the expert alone, EAGLE3 drafts", False, _eagle3, needs_head=True),
     "scd": Method("the amateur drafts, delayed drafting", True, lambda pair, head: AmateurDrafter(pair.amateur)),
+    "cos": Method("alternating proposals of amateur and expert", True, lambda pair, head: CosDrafter(pair.amateur)),
     "dcd_ngram": Method("n-gram drafts, contrast only in verification", True, lambda pair, head: NgramDrafter()),
     "dcd_eagle3": Method("expert-aligned EAGLE3 drafts, contrast only in verification", True, _eagle3, needs_head=True),
+    "dcd_deferred": Method(
+        "EAGLE3 drafts, the expert runs ahead, the amateur judges whole blocks", True, _eagle3, True, "deferred"
+    ),
 }
 
 
@@ -60,4 +66,4 @@ def assemble(name: str, pair: Pair, head: nn.Module | None = None) -> Assembled:
     scorers = [Scorer(pair.expert)]
     if method.contrast:
         scorers.append(Scorer(pair.amateur))
-    return Assembled(name, scorers, method.drafter(pair, head))
+    return Assembled(name, scorers, method.drafter(pair, head), method.saving)

@@ -124,9 +124,15 @@ class LanguageModel:
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache.for_config(self.config, batch, capacity, self.dtype, self.device)
 
-    def output_layer(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        """Logits over the real ids in fp32 (fp64 stays fp64)."""
-        logits = self.model.lm_head(hidden)[..., : self.vocab]
+    def output_layer(
+        self, hidden: Float[Tensor, "*batch hidden"], ids: Int[Tensor, " ids"] | None = None
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Logits over the real ids, or over some of them, in fp32 (fp64 stays fp64)."""
+        head = self.model.lm_head
+        if ids is None:
+            logits = head(hidden)[..., : self.vocab]
+        else:
+            logits = nn.functional.linear(hidden, head.weight[ids], None if head.bias is None else head.bias[ids])
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
