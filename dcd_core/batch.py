@@ -39,6 +39,7 @@ class Batch:
         self.capacities = capacities or batch_capacities(method, prompts, settings)
         self.caches: list[KVCache] = []
         self.device = self.scorers[0].model.device
+        settings.target.model_weights(len(self.scorers))  # refuses a wrong number of models before any pass
         self.rule = resolve_rule(self.drafter, settings)
         self.late = [False] * len(prompts)
         self.late_bad: Bool[Tensor, " batch"] | None = None
@@ -163,14 +164,14 @@ class Batch:
         self.late_bad, late = None, [False] * len(host)
         clock.lap("rest")
         if width == draft.nodes:
-            late = self._finish_late(draft, rows[0], verdict, accepted, noise)
+            late = self._finish_late(draft, rows, verdict, accepted, noise)
             clock.lap("amateur")
         self.root = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         self._commit(draft, verdict, host, features)
         return self._account(host, late, clock)
 
     def _finish_late(
-        self, draft: Draft, expert: Tensor, verdict: Verdict, accepted: list[int], noise: RoundNoise
+        self, draft: Draft, rows: list[Tensor], verdict: Verdict, accepted: list[int], noise: RoundNoise
     ) -> list[bool]:
         """Delayed drafting: rows that accepted everything still need the target row after their last draft.
 
@@ -182,7 +183,8 @@ class Batch:
             row = self.drafter.late_row(draft.tokens[:, -1], late)
             noise = RoundNoise(noise.keys, noise.positions[:, -1:], noise.temperature, noise.rule)
             empty = Draft.empty(len(late), self.device, self.rule)
-            final, bad = self._judge([expert[:, -1:], row], empty, noise)
+            others = [scored[:, -1:] for scored in rows[2:]]
+            final, bad = self._judge([rows[0][:, -1:], row, *others], empty, noise)
             where = torch.tensor(late, device=self.device)
             self.late_bad = bad & where
             verdict.tokens[:, -1] = torch.where(where, final.tokens[:, 0], verdict.tokens[:, -1])
