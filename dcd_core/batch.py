@@ -38,6 +38,7 @@ class Batch:
         self.capacities = capacities or batch_capacities(method, prompts, settings)
         self.caches: list[KVCache] = []
         self.device = self.scorers[0].model.device
+        settings.target.model_weights(len(self.scorers))  # refuses a wrong number of models before any pass
         self.rule = resolve_rule(self.drafter, settings)
         self.late = [False] * len(prompts)
         self.late_bad: Bool[Tensor, " batch"] | None = None

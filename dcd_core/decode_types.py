@@ -12,7 +12,6 @@ from dcd_core.errors import UserError
 from dcd_core.flip_risk import Deferral
 from dcd_core.models import LanguageModel
 
-
 SAVINGS = ("none", "lazy", "deferred")
 
 

@@ -282,22 +282,36 @@ def id_table(tokenizer) -> list[str | None]:
     return [by_id.get(index) for index in range(max(by_id) + 1)]
 
 
-def shared_vocabulary(expert_tokenizer, amateur_tokenizer) -> int:
+def shared_vocabulary(expert_tokenizer, other_tokenizer, other: str = "the amateur") -> int:
     """Number of real ids that both tokenizers share, compared id by id.
 
+    Args:
+        other: what messages call the second model.
     Raises:
         UserError: the first id whose string differs, or that only one of them has.
     """
-    expert, amateur = id_table(expert_tokenizer), id_table(amateur_tokenizer)
-    for index in range(max(len(expert), len(amateur))):
+    expert, second = id_table(expert_tokenizer), id_table(other_tokenizer)
+    for index in range(max(len(expert), len(second))):
         left = expert[index] if index < len(expert) else None
-        right = amateur[index] if index < len(amateur) else None
+        right = second[index] if index < len(second) else None
         if left != right:
             raise UserError(
-                f"expert and amateur have different vocabularies: id {index} is {left!r} for the expert and "
-                f"{right!r} for the amateur; a contrast needs one shared vocabulary"
+                f"the expert and {other} have different vocabularies: id {index} is {left!r} for the expert and "
+                f"{right!r} for {other}; a contrast needs one shared vocabulary"
             )
     return len(expert)
+
+
+def cut_to_vocabulary(model: LanguageModel, vocab: int, role: str) -> None:
+    """Cut a model's logits to the shared real ids.
+
+    Raises:
+        UserError: it gives fewer.
+    """
+    width = model.config.vocab_size
+    if width < vocab:
+        raise UserError(f"{role} {model.name} gives {width} logits, fewer than the {vocab} ids of its tokenizer")
+    model.vocab = vocab
 
 
 def load_pair(
@@ -319,11 +333,21 @@ def load_pair(
     models = [load_model(expert, dtype, device, feature_layers)]
     if amateur:
         models.append(load_model(amateur, dtype, device))
-    for role, model in zip(("expert", "amateur"), models, strict=False):
-        width = model.config.vocab_size
-        if width < vocab:
-            raise UserError(
-                f"the {role} {model.name} gives {width} logits, fewer than the {vocab} ids of its tokenizer"
-            )
-        model.vocab = vocab
+    for role, model in zip(("the expert", "the amateur"), models, strict=False):
+        cut_to_vocabulary(model, vocab, role)
     return Pair(models[0], models[1] if amateur else None, tokenizer)
+
+
+def load_scorer(name_or_path: str, pair: Pair) -> LanguageModel:
+    """Load a further model that is to work with a pair: a second small model of a three-model target, or a small model
+    that drafts. It gets the expert's dtype and device, and its logits are cut to the same real ids.
+
+    Raises:
+        UserError: see :func:`load_model` and :func:`shared_vocabulary`; vocabularies are compared before weights are
+            read.
+    """
+    vocab = shared_vocabulary(pair.tokenizer, load_tokenizer(name_or_path), name_or_path)
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == pair.expert.dtype)
+    model = load_model(name_or_path, dtype, str(pair.expert.device))
+    cut_to_vocabulary(model, vocab, "the model")
+    return model

@@ -1,5 +1,5 @@
-"""Alternating proposals, CoS [Fu et al. 2025, collaborative decoding via speculation]: the amateur drafts, and when all of
-its drafts pass, the expert's own next token is offered for verification.
+"""Alternating proposals, CoS [Fu et al. 2025, collaborative decoding via speculation]: the amateur drafts, and when all
+of its drafts pass, the expert's own next token is offered for verification.
 
 The expert's pass ends with a row for the place after the last draft, so its next token y ~ p is known before the
 amateur has a row there. It is offered: one amateur pass reads the last draft and y together, the first of the two rows
