@@ -48,10 +48,12 @@ def g_test(observed: np.ndarray, law: np.ndarray) -> Result:
         observed: counts, any shape.
         law: probabilities of the same shape. A cell of probability 0 that was observed fails at once (p = 0).
     Raises:
-        ValueError: no counts, or shapes that differ.
+        ValueError: no counts, shapes that differ, or a law that is none.
     """
     if observed.shape != law.shape or observed.sum() == 0:
         raise ValueError(f"counts {observed.shape} (sum {observed.sum()}) do not fit a law of {law.shape}")
+    if not (np.isfinite(law).all() and law.min() >= 0 and law.sum() > 0):
+        raise ValueError("the law holds negative probabilities, or none at all")
     counts, law = observed.ravel(), law.ravel() / law.sum()
     samples = int(counts.sum())
     impossible = law == 0

@@ -177,7 +177,7 @@ def held_against_target(
         ValueError: probabilities that do not add up to 1.
     """
     found = enumerate_rounds(world.vocab, length, drafts, rows or world.rows, rule, siblings, **fault)
-    if abs(found.law.sum() - 1) > 1e-11:
+    if not abs(found.law.sum() - 1) <= 1e-11:  # NaN too
         raise ValueError(f"the probabilities of all branches add up to {found.law.sum()}, not to 1")
     return float(np.abs(found.law - product_law(world.vocab, length, world.rows)).max()), found
 
