@@ -24,7 +24,7 @@ RUN := $(VENV)/bin/python
 # The tests that must also pass on the oldest supported transformers.
 OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py tests/test_batch.py tests/test_decode_types.py
 
-.PHONY: help setup test test-newest test-oldest quality demo identity speed head-300k clean
+.PHONY: help setup test test-newest test-oldest quality demo certify identity speed head-300k clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -71,6 +71,9 @@ demo: $(STAMP) ## the whole of it on a small real pair, up to runs/demo/report/i
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/demo.yaml --started $(STARTED)
 
 # These start from a finished demo and leave their results in a folder of their own beside it.
+certify: demo ## is decoding lossless, and would the tests have seen it if it were not? one page (about 20 min)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/certify.yaml
+
 identity: demo ## does every method write vanilla contrastive decoding's very text? (about 45 min)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/identity.yaml
 

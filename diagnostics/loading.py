@@ -1,6 +1,7 @@
 """What every measurement starts from: prompts rendered to ids, the pair, and the head with its tapped layers."""
 
 import hashlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -8,12 +9,13 @@ from pathlib import Path
 from jinja2 import TemplateError
 
 from data_prep.chat_template import load_chat_tokenizer, render_ids, stop_ids
-from dcd_core.decode import Prompt
+from dcd_core.decode import Assembled, Prompt
 from dcd_core.errors import UserError
 from dcd_core.files import file_hash
 from dcd_core.heads.checkpoint import load_head, load_head_config
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.models import Pair, load_pair
+from dcd_core.methods import assemble
+from dcd_core.models import LanguageModel, Pair, load_pair
 
 _HASH = re.compile(r"-[0-9a-f]{12,}$")
 
@@ -34,6 +36,13 @@ def _head_for(pair: Pair, folder: str) -> Eagle3Head:
             "vocabulary reaches into the padding, so it was made for another pair"
         )
     return head
+
+def put_together(name: str, pair: Pair, head: Eagle3Head | None, lm: LanguageModel | None = None) -> Assembled:
+    """Any method, with the head and a small language model (by default the amateur, which is one) for those that draft
+    with them."""
+    # the methods that draft with a language model bring this argument with them
+    model = {"lm": lm or pair.amateur} if "lm" in inspect.signature(assemble).parameters else {}
+    return assemble(name, pair, head, **model)
 
 
 def read_prompts(path: str, expert: str, limit: int = 0, **template_arguments) -> tuple[list[Prompt], tuple[int, ...]]:

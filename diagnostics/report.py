@@ -13,12 +13,11 @@ import dcd_core.environment  # isort: skip  # noqa: F401  (a backend for plots w
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jinja2
-
 from dcd_core.config import git_sha, is_free, make_folder, parse_config, refuse_below, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, remove, write_text_atomic
 from diagnostics import paper
+from diagnostics.pages import fill_page
 from diagnostics.report_runs import Run, Section, find_runs
 from diagnostics.report_signal import signal_section
 from diagnostics.report_speed import identity_section, speed_section
@@ -91,28 +90,18 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
 
 def render(sections: list[Section], runs: list[Run], notes: list[str], config: Config) -> str:
     """The page as text. Raises UserError if the template asks for something that is not there."""
-    folder = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     pairs = list(dict.fromkeys(run.metrics["pair"] for run in runs if "pair" in run.metrics))
     title = config.title or "; ".join(pairs) or "Training runs"
-    try:
-        return environment.get_template("report.html.j2").render(
-            title=title,
-            mark=MARK,
-            sections=sections,
-            runs=runs,
-            notes=notes,
-            git_sha=git_sha(),
-            paper_name=paper.NAME,
-        )
-    except jinja2.TemplateError as problem:
-        raise UserError(f"the report's template cannot be filled: {problem}") from problem
+    return fill_page(
+        "report.html.j2",
+        title=title,
+        mark=MARK,
+        sections=sections,
+        runs=runs,
+        notes=notes,
+        git_sha=git_sha(),
+        paper_name=paper.NAME,
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 from tiny_world import make_world, model_flags, tiny_head
 
 import diagnostics.identity as entry
+import diagnostics.identity_checks as module
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
@@ -44,7 +45,7 @@ def test_all_methods_are_lossless(world, tmp_path, capsys):
 
 def test_a_fault_is_seen_and_the_exit_code_is_1(world, tmp_path, monkeypatch, capsys):
     """Negative control: the shipped loop, with the sign of alpha flipped in one method."""
-    real = entry.decode
+    real = module.decode
 
     def flipped(method, prompts, settings, max_batch):
         if method.name == "dcd_ngram" and settings.target.alpha:
@@ -52,7 +53,7 @@ def test_a_fault_is_seen_and_the_exit_code_is_1(world, tmp_path, monkeypatch, ca
             settings.target = Target(weights=weights, temperature=settings.target.temperature)
         return real(method, prompts, settings, max_batch=max_batch)
 
-    monkeypatch.setattr(entry, "decode", flipped)
+    monkeypatch.setattr(module, "decode", flipped)
     assert entry.main(flags(world, tmp_path / "out", "--methods", "dcd_ngram", "--alphas", "0.5")) == 1
     found = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert not found["passed"]
@@ -65,13 +66,13 @@ def test_a_fault_is_seen_and_the_exit_code_is_1(world, tmp_path, monkeypatch, ca
 
 def test_a_near_tie_passes_but_is_counted(world, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("diagnostics.agreement.TIE", 100.0)
-    real = entry.stock_generate
+    real = module.stock_generate
 
     def altered(*arguments):
         texts = real(*arguments)
         return [[*text[:-1], (text[-1] + 1) % tiny.VOCAB] for text in texts]
 
-    monkeypatch.setattr(entry, "stock_generate", altered)
+    monkeypatch.setattr(module, "stock_generate", altered)
     only = ["--methods", "expert_sd", "--alphas", "0.1", "--loop_prompts=0", "--noise_prompts=0"]
     assert entry.main(flags(world, tmp_path / "out", *only)) == 0
     check = json.loads((tmp_path / "out" / "metrics.json").read_text())["checks"][0]
@@ -84,7 +85,7 @@ def test_the_plain_loop_is_the_argmax_of_whole_passes(kind):
     """Token by token, from logits of one pass over the finished text."""
     pair, target = tiny.tiny_pair(kind), Target(alpha=0.5, temperature=0.0)
     prompt = [2, 9, 33, 4]
-    answer = entry.cache_free([pair.expert, pair.amateur], target, prompt, (3,), 6)
+    answer = module.cache_free([pair.expert, pair.amateur], target, prompt, (3,), 6)
     ids = torch.tensor([prompt + answer])
     rows = [one.forward_full(ids).logits[0].log_softmax(-1) for one in (pair.expert, pair.amateur)]
     best = (1.5 * rows[0] - 0.5 * rows[1]).argmax(-1)
@@ -95,14 +96,14 @@ def test_the_plain_loop_is_the_argmax_of_whole_passes(kind):
 def test_stock_generate_is_cut_after_the_stop_token():
     model = tiny.tiny_model("qwen3")
     prompts = [Prompt("a", [2, 9, 11]), Prompt("b", [2, 9, 11, 40, 41])]
-    free = entry.stock_generate(model, prompts, (3,), 6)
+    free = module.stock_generate(model, prompts, (3,), 6)
     stop = free[0][2]
-    cut = entry.stock_generate(model, prompts, (stop,), 6)
+    cut = module.stock_generate(model, prompts, (stop,), 6)
     assert cut[0] == free[0][: free[0].index(stop) + 1]
 
 
 def test_a_stopped_check_goes_on(world, tmp_path, monkeypatch):
-    calls, real = [], entry.decode
+    calls, real = [], module.decode
 
     def stops(method, prompts, settings, max_batch):
         calls.append(method.name)
@@ -110,8 +111,8 @@ def test_a_stopped_check_goes_on(world, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(method, prompts, settings, max_batch=max_batch)
 
-    monkeypatch.setattr(entry, "decode", stops)
-    monkeypatch.setattr(entry, "PORTION", 1)
+    monkeypatch.setattr(module, "decode", stops)
+    monkeypatch.setattr(module, "PORTION", 1)
     only = ["--methods", "dcd_ngram", "--alphas", "0.5", "--loop_prompts=0", "--noise_prompts=0"]
     with pytest.raises(KeyboardInterrupt):
         entry.main(flags(world, tmp_path / "out", *only))

@@ -1,7 +1,7 @@
 """The verifier is lossless: for every kind of draft, what it emits has exactly the target's law.
 
-Exact enumeration (see enumeration.py) of the shipped function over several rounds; every negative control is the same
-code with one fault injected, and must be seen to fail.
+Exact enumeration (diagnostics/enumeration.py) of the shipped function over several rounds; every negative control is the
+same code with one fault injected, and must be seen to fail.
 """
 
 import functools
@@ -9,14 +9,15 @@ import functools
 import numpy as np
 import pytest
 import torch
-from enumeration import Node, batch_drafts, emitted_law, outcomes, target_rows
-from proposals import (
+from diagnostics.enumeration import Node, batch_drafts, delayed, emitted_law, outcomes, target_rows
+from diagnostics.proposals import (
     EXACT,
     TARGETS,
     VISIBLE,
     World,
     error,
     greedy_chain,
+    held_against_target,
     ngram_like,
     sampled_chain,
     siblings_with_replacement,
@@ -78,16 +79,6 @@ def test_alpha_zero_is_plain_speculative_decoding():
     np.testing.assert_allclose(law, world.p(()), atol=EXACT)
 
 
-def delayed(target, draft, noise):
-    """SCD: the row after the last draft comes later, for the rows that accepted everything."""
-    verdict = verify(target[:, :-1], draft, noise)
-    whole = verdict.accepted == draft.nodes
-    assert (verdict.tokens[whole, -1] == -1).all() and (verdict.tokens[~whole].max(1).values >= 0).all()
-    late = verify(target[:, -1:], Draft.empty(len(target), "cpu"), Uniforms(final=noise.final[:, -1:]))
-    verdict.tokens[:, -1] = torch.where(whole, late.tokens[:, 0], verdict.tokens[:, -1])
-    return verdict
-
-
 @pytest.mark.parametrize("rule", ["sampled", "deterministic"])
 def test_delayed_drafting_is_lossless(rule):
     world = World(4, TARGETS["alpha .3"])
@@ -138,6 +129,23 @@ def test_a_deterministic_draft_is_one_sampled_from_a_point_mass():
 def test_the_deterministic_rule_is_lossless_for_sampled_drafts_too():
     world = World(3, TARGETS["alpha .3"])
     assert error(world, 3, sampled_chain(world, 2), "deterministic") < EXACT
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_shared_noise_is_lossless_for_every_kind_of_draft(name):
+    world = World(3, TARGETS[name])
+    for drafts in (sampled_chain(world, 2), greedy_chain(world, 3), ngram_like(world, 3), top_tree(world)):
+        assert error(world, 3, drafts, "shared_noise") < EXACT
+
+
+def test_branches_are_counted():
+    """One draft of one token over three ids, first token only: accepted (the bonus is one of three) or not (one of the
+    other two), after each of the drafts that may be proposed."""
+    world = World(3, TARGETS["alpha .3"])
+    found = held_against_target(world, 1, greedy_chain(world, 1), "deterministic")[1]
+    assert found.branches == 3 + 2
+    found = held_against_target(world, 1, greedy_chain(world, 1), "shared_noise")[1]
+    assert found.branches == 3 + 2
 
 
 # ---- how much is accepted --------------------------------------------------------------------------------------------

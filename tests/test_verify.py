@@ -6,8 +6,8 @@ That it is lossless is test_lossless.py's.
 import numpy as np
 import pytest
 import torch
-from enumeration import batch_drafts, target_rows
-from proposals import (
+from diagnostics.enumeration import batch_drafts, target_rows
+from diagnostics.proposals import (
     TARGETS,
     World,
     greedy_chain,

@@ -6,13 +6,13 @@ import functools
 import itertools
 
 import numpy as np
-import pytest
 import torch
-from enumeration import Node, emitted_law, product_law
 
 from dcd_core.contrast import Target, target_log_probs
+from diagnostics.enumeration import DraftLaw, Emitted, Node, enumerate_rounds, product_law
 
 EXACT = 1e-10
+"""Largest error of the enumeration of a lossless verifier."""
 VISIBLE = 1e-3
 """A fault must move some probability by at least this much."""
 
@@ -171,8 +171,22 @@ def siblings_with_replacement(world: World, count: int = 2):
     return drafts
 
 
-def error(world: World, length: int, drafts, rule: str, siblings: int = 1, rows=None, **fault) -> float:
-    """Largest difference between the law of the emitted tokens and the product of the target."""
-    law = emitted_law(world.vocab, length, drafts, rows or world.rows, rule, siblings, **fault)
-    assert law.sum() == pytest.approx(1, abs=1e-11)
-    return float(np.abs(law - product_law(world.vocab, length, world.rows)).max())
+def held_against_target(
+    world: World, length: int, drafts: DraftLaw, rule: str, siblings: int = 1, rows=None, **fault
+) -> tuple[float, Emitted]:
+    """Largest difference between the law of the emitted tokens and the product of the target, and what was walked.
+
+    Args:
+        rows, fault: a wrong target, ``judge`` or ``table``, to see it found (:func:`enumerate_rounds`).
+    Raises:
+        ValueError: probabilities that do not add up to 1.
+    """
+    found = enumerate_rounds(world.vocab, length, drafts, rows or world.rows, rule, siblings, **fault)
+    if not abs(found.law.sum() - 1) <= 1e-11:  # NaN too
+        raise ValueError(f"the probabilities of all branches add up to {found.law.sum()}, not to 1")
+    return float(np.abs(found.law - product_law(world.vocab, length, world.rows)).max()), found
+
+
+def error(*arguments, **options) -> float:
+    """The difference alone; arguments as for :func:`held_against_target`."""
+    return held_against_target(*arguments, **options)[0]

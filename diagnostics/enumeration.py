@@ -2,25 +2,28 @@
 
 A verifier is a deterministic function of its uniforms: one coin per visited child, one last draw. Whether a child is
 accepted is monotone in its coin, and the last token is monotone in the last draw, so bisection finds the thresholds
-to 2^-46, and sums of their lengths are the probabilities. The verifier is a black box: the same enumeration of a
-faulty one gives the faulty law.
+to 2^-46, and sums of their lengths are the probabilities. Under shared noise it is a function of the token that each
+position's noise picks, and argmax(log pi + g) picks x with probability pi(x). The verifier is a black box: the same
+enumeration of a faulty one gives the faulty law.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dcd_core.draft import Draft
-from dcd_core.verify import Uniforms, verify
+from dcd_core.verify import Uniforms, Verdict, verify
 
 ACCEPT, REJECT = 2.0**-60, float("inf")
 """Coins that decide whatever the probability is; where the decision is impossible its weight is 0."""
 STEPS = 46
+LOUD = 1e6
+"""Noise that makes its token win whatever the target says."""
 NOTHING = 1e-13
 """Probabilities below this are rounding of the bisection."""
 
@@ -41,6 +44,8 @@ DraftLaw = Callable[[Prefix], list[tuple[float, Tree]]]
 """Every draft that may be proposed after a prefix, with its probability."""
 RowsLaw = Callable[[Prefix], np.ndarray]
 """Log-probabilities after a prefix: the rows that the verifier is given."""
+Outcome = tuple[np.ndarray, np.ndarray]
+"""One way all rows may go: emitted tokens ``[rows, accepted + 1]`` and the probability of that, ``[rows]``."""
 
 
 def batch_drafts(trees: list[Tree], vocab: int, rule: str) -> Draft:
@@ -87,10 +92,11 @@ def bisect(passes: Callable[[torch.Tensor], torch.Tensor], rows: int) -> torch.T
     return (low + high) / 2
 
 
-def outcomes(target: torch.Tensor, draft: Draft, siblings: int = 1, judge=verify):
-    """Every way the walk of each row can go: yields (emitted tokens, probability), both by row.
+def outcomes(target: torch.Tensor, draft: Draft, siblings: int = 1, judge=verify) -> Iterator[Outcome]:
+    """Every way the walk of each row can go by coins and last draws.
 
-    Emitted tokens are ``[rows, accepted + 1]``; probabilities ``[rows]``.
+    Raises:
+        ValueError: a verdict that changes with a number that cannot matter to it.
     """
     count, vocab, depth = target.shape[0], target.shape[2], draft.nodes
     noise = Uniforms(
@@ -116,8 +122,8 @@ def outcomes(target: torch.Tensor, draft: Draft, siblings: int = 1, judge=verify
             verdict = judge(target, draft, noise)
             probability = weight * (above - below)
             real = probability > NOTHING
-            assert (verdict.accepted[real] == accepted).all()
-            assert (verdict.tokens[real, accepted] == token).all()
+            if (verdict.accepted[real] != accepted).any() or (verdict.tokens[real, accepted] != token).any():
+                raise ValueError(f"the last draw changed what was accepted, or token {token} has no interval of it")
             yield verdict.tokens[:, : accepted + 1].numpy(), torch.where(real, probability, 0.0).numpy()
 
     def walk(accepted: int, sibling: int, weight: torch.Tensor):
@@ -141,7 +147,36 @@ def outcomes(target: torch.Tensor, draft: Draft, siblings: int = 1, judge=verify
     yield from walk(0, 0, torch.ones(count, dtype=torch.float64))
 
 
-def emitted_law(
+def noise_outcomes(target: torch.Tensor, draft: Draft, judge=verify) -> Iterator[Outcome]:
+    """The same under shared noise: every sequence of tokens that the noise of the positions may pick.
+
+    Positions after the last emitted token do not matter; they pick token 0.
+    """
+    count, vocab = target.shape[0], target.shape[2]
+    depth = int(draft.depths().max()) if draft.nodes else 0
+    row = torch.arange(count)
+    for picks in itertools.product(range(vocab), repeat=depth + 1):
+        noise = torch.zeros(count, draft.nodes + 1, vocab, dtype=target.dtype)
+        for position, pick in enumerate(picks):
+            noise[:, position, pick] = LOUD
+        verdict = judge(target, draft, Uniforms(gumbel=noise))
+        probability = torch.ones(count, dtype=torch.float64)
+        for accepted, pick in enumerate(picks):
+            probability = probability * target[row, verdict.path[:, accepted], pick].exp()
+            if not any(picks[accepted + 1 :]):
+                ended = verdict.accepted == accepted
+                yield verdict.tokens[:, : accepted + 1].numpy(), torch.where(ended, probability, 0.0).numpy()
+
+
+@dataclass
+class Emitted:
+    """What was enumerated: the joint law of the first tokens, ``[vocab] * length``, and the branches walked for it."""
+
+    law: np.ndarray
+    branches: int
+
+
+def enumerate_rounds(
     vocab: int,
     length: int,
     drafts: DraftLaw,
@@ -150,23 +185,28 @@ def emitted_law(
     siblings: int = 1,
     judge=verify,
     table=target_rows,
-) -> np.ndarray:
-    """The joint law of the first ``length`` emitted tokens, over as many rounds as they take: ``[vocab] * length``.
+) -> Emitted:
+    """The joint law of the first ``length`` emitted tokens, over as many rounds as they take.
 
     Args:
         siblings: most children of one node.
         judge, table: the verifier, and what builds its target rows; both are replaced to inject a fault.
+    Raises:
+        ValueError: see :func:`outcomes`.
     """
     places = [prefix for size in range(length) for prefix in itertools.product(range(vocab), repeat=size)]
     cases = [(prefix, probability, tree) for prefix in places for probability, tree in drafts(prefix)]
     prefixes, weights, trees = (list(column) for column in zip(*cases, strict=True))
-    target = table(prefixes, trees, rows)
+    target, draft = table(prefixes, trees, rows), batch_drafts(trees, vocab, rule)
+    walked = noise_outcomes(target, draft, judge) if rule == "shared_noise" else outcomes(target, draft, siblings, judge)
     rounds: dict[Prefix, dict[Prefix, float]] = {place: {} for place in places}
-    for tokens, probability in outcomes(target, batch_drafts(trees, vocab, rule), siblings, judge):
-        for case, prefix in enumerate(prefixes):
-            if probability[case] > 0:
-                new, mass = tuple(tokens[case].tolist()), weights[case] * probability[case]
-                rounds[prefix][new] = rounds[prefix].get(new, 0.0) + mass
+    branches = 0
+    for tokens, probability in walked:
+        for case in np.flatnonzero(probability > 0):
+            new, mass = tuple(tokens[case].tolist()), weights[case] * probability[case]
+            here = rounds[prefixes[case]]
+            here[new] = here.get(new, 0.0) + mass
+            branches += 1
     law, reach = np.zeros((vocab,) * length), dict.fromkeys(places, 0.0)
     reach[()] = 1.0
     for prefix in places:  # shorter ones first
@@ -176,7 +216,12 @@ def emitted_law(
                 law[text[:length]] += reach[prefix] * mass
             else:
                 reach[text] += reach[prefix] * mass
-    return law
+    return Emitted(law, branches)
+
+
+def emitted_law(*arguments, **options) -> np.ndarray:
+    """The law alone, ``[vocab] * length``; arguments as for :func:`enumerate_rounds`."""
+    return enumerate_rounds(*arguments, **options).law
 
 
 def product_law(vocab: int, length: int, rows: RowsLaw) -> np.ndarray:
@@ -186,3 +231,19 @@ def product_law(vocab: int, length: int, rows: RowsLaw) -> np.ndarray:
         for place, token in enumerate(text):
             law[text] *= np.exp(rows(text[:place])[token])
     return law
+
+
+def delayed(target: torch.Tensor, draft: Draft, noise: Uniforms) -> Verdict:
+    """The verdict of SCD's delayed drafting: the row after the last draft comes later, for the rows that accepted
+    everything.
+
+    Raises:
+        ValueError: a final token that is missing where its row was there, or is given where it was not.
+    """
+    verdict = verify(target[:, :-1], draft, noise)
+    whole = verdict.accepted == draft.nodes
+    if (verdict.tokens[whole, -1] != -1).any() or (verdict.tokens[~whole].max(1).values < 0).any():
+        raise ValueError("the final token must be missing exactly where everything was accepted")
+    late = verify(target[:, -1:], Draft.empty(len(target), "cpu"), Uniforms(final=noise.final[:, -1:]))
+    verdict.tokens[:, -1] = torch.where(whole, late.tokens[:, 0], verdict.tokens[:, -1])
+    return verdict

@@ -1,0 +1,80 @@
+"""Part four of the certificate: negative controls. Each fault must be caught by the test that the shipped loop passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dcd_core.contrast import Target
+from dcd_core.methods import METHODS
+from diagnostics import faults
+from diagnostics.certificate_laws import Laws, offers, rules_of, toy_method, toy_settings
+from diagnostics.certificate_page import Line
+from diagnostics.faults import Fault, in_batch, in_drafts
+from diagnostics.g_test import FAILS_BELOW
+from diagnostics.toy_pair import Toy, texts
+
+TARGET = Target(alpha=1.0)
+SIBLINGS = {"gamma": 1, "branch": 3}
+
+
+@dataclass(frozen=True)
+class Control:
+    """One fault and the run that has it.
+
+    Args:
+        method: a name in METHODS, or "" for the first that offers the settings.
+    """
+
+    name: str
+    fault: Fault
+    method: str = "dcd_eagle3"
+    rule: str = "sampled"
+    settings: dict = field(default_factory=lambda: {"gamma": 2})
+
+
+CONTROLS = (
+    Control("argmax drafts judged as sampled", faults.argmax_judged_as_sampled),
+    Control("extra token from the expert", in_batch(faults.BonusFromExpert), settings={"gamma": 1}),
+    Control("residual from the expert", in_batch(faults.ResidualFromExpert)),
+    Control("sign of alpha flipped", faults.flipped_alpha),
+    Control("amateur one token late", in_batch(faults.AmateurLate)),
+    Control("stopping token dropped", in_drafts(faults.without_stopping_token), settings={"gamma": 2, "stop_below": 0.3}),
+    Control("siblings re-sorted after sampling", in_drafts(faults.resorted_siblings), "", settings=SIBLINGS),
+    Control("siblings pruned after sampling", in_drafts(faults.pruned_siblings), "", settings=SIBLINGS),
+    Control("roles swapped in CoS", in_batch(faults.RolesSwapped), "cos"),
+)
+
+
+def method_of(control: Control, toy: Toy, seed: int) -> str | None:
+    """The method that a control runs; None where there is none yet."""
+    if control.method:
+        return control.method if control.method in METHODS else None
+    settings = toy_settings(TARGET, control.rule, seed, **control.settings)
+    for name, method in METHODS.items():
+        fits = method.contrast and control.rule in rules_of(toy_method(name, toy).drafter)
+        if fits and offers(name, toy, settings):
+            return name
+    return None
+
+
+def controlled(control: Control, laws: Laws) -> Line:
+    """The run with its fault, which must fail the test, and the same run without, which must pass it."""
+    name = method_of(control, laws.toy, laws.seed)
+    if name is None:
+        wanted = control.method or f"any method with {control.rule} drafts of {control.settings}"
+        return Line("controls", control.name, note=f"needs {wanted}, which is not in METHODS")
+    settings = toy_settings(TARGET, control.rule, laws.seed, **control.settings)
+    with control.fault(toy_method(name, laws.toy), settings) as (method, wrong):
+        faulty = laws.tested(texts(method, wrong, laws.samples), name, TARGET)
+    clean = laws.tested(texts(toy_method(name, laws.toy), settings, laws.samples), name, TARGET)
+    shape = ", ".join(f"{key} {value}" for key, value in control.settings.items())
+    figures = {
+        "method": name,
+        "rule": control.rule,
+        "drafts": shape,
+        "samples": faulty.samples,
+        "p with the fault": faulty.p,
+        "p without": clean.p,
+    }
+    note = "" if faulty.p < FAILS_BELOW else "the fault was not caught"
+    return Line("controls", control.name, figures, faulty.p < FAILS_BELOW and clean.passed, note)

@@ -1,0 +1,126 @@
+"""Part one of the certificate: exact enumeration of every rule with every kind of draft."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+
+from dcd_core import sampling
+from dcd_core.contrast import Target
+from dcd_core.verify import verify
+from diagnostics import proposals
+from diagnostics.certificate_page import Line
+from diagnostics.enumeration import DraftLaw, delayed
+from diagnostics.proposals import EXACT, World
+
+TARGETS = {"alpha 0": Target(alpha=0.0)} | proposals.TARGETS
+QUICK_TARGETS = {name: proposals.TARGETS[name] for name in ("alpha .3", "alpha .5, cutoff")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rule with one kind of draft.
+
+    Args:
+        drafts: every draft that may be proposed in a world.
+        ids: size of the vocabulary, small and in the full certificate.
+        length: tokens of the law; beyond the longest draft, else its extra token is never seen.
+        siblings: most children of one node.
+        draft_ids: the drafter's own vocabulary, None for all ids.
+    """
+
+    name: str
+    rule: str
+    drafts: Callable[[World], DraftLaw]
+    ids: tuple[int, int]
+    length: int
+    siblings: int = 1
+    draft_ids: tuple[int, ...] | None = None
+    judge: Callable = verify
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, rule {self.rule}"
+
+
+def unlikely(law: np.ndarray, token: int) -> bool:
+    """A stop that depends on the token that was drawn, which then stays in the draft."""
+    return law[token] < 0.4
+
+
+def unsure(law: np.ndarray, token: int) -> bool:
+    """A stop that depends on the drafter's row alone."""
+    return law.max() < 0.6
+
+
+def _chain(gamma: int, **options):
+    return functools.partial(proposals.sampled_chain, gamma=gamma, **options)
+
+
+def _greedy(gamma: int):
+    return functools.partial(proposals.greedy_chain, gamma=gamma)
+
+
+NGRAM = functools.partial(proposals.ngram_like, gamma=3)
+CASES = (
+    Case("sampled chain of 2", "sampled", _chain(2), (4, 8), 3),
+    Case("sampled chain of 3", "sampled", _chain(3), (3, 4), 4),
+    Case("sampled chain, reduced draft vocabulary", "sampled", _chain(2), (4, 8), 3, draft_ids=(0, 2)),
+    Case("sampled chain, last row delayed (SCD)", "sampled", _chain(2), (4, 6), 3, judge=delayed),
+    Case("sampled chain that stops after an unlikely token", "sampled", _chain(2, stop=unlikely), (3, 6), 3),
+    Case("sampled chain that stops when unsure", "sampled", _chain(2, stop=unsure), (3, 6), 3),
+    Case("tree, siblings without replacement", "sampled", proposals.siblings_without_replacement, (3, 4), 3, 2),
+    Case("siblings with replacement", "sampled", proposals.siblings_with_replacement, (4, 8), 2, 2),
+    Case("greedy chain of 3", "deterministic", _greedy(3), (5, 8), 4),
+    Case("greedy chain, reduced draft vocabulary", "deterministic", _greedy(2), (4, 8), 3, draft_ids=(0, 2)),
+    Case("greedy chain, last row delayed (SCD)", "deterministic", _greedy(2), (4, 8), 3, judge=delayed),
+    Case("n-gram chain of 0 to 3", "deterministic", NGRAM, (5, 8), 4),
+    Case("tree of the likeliest siblings", "deterministic", proposals.top_tree, (5, 8), 3, 2),
+    Case("sampled chain of 2", "deterministic", _chain(2), (3, 6), 3),
+    Case("sampled chain of 2", "shared_noise", _chain(2), (3, 5), 3),
+    Case("greedy chain of 3", "shared_noise", _greedy(3), (3, 5), 4),
+    Case("n-gram chain of 0 to 3", "shared_noise", NGRAM, (3, 5), 4),
+    Case("tree of the likeliest siblings", "shared_noise", proposals.top_tree, (3, 6), 3),
+)
+
+
+def enumerated(case: Case, quick: bool) -> Line:
+    """The line of one case: the largest error over all targets, and the branches walked for them."""
+    worst, branches, targets = 0.0, 0, QUICK_TARGETS if quick else TARGETS
+    ids = case.ids[0 if quick else 1]
+    # the inverse CDF looks first among chunks of ids, then inside one: a few ids must already need both steps
+    with mock.patch.object(sampling, "_CHUNK", 2):
+        for target in targets.values():
+            world = World(ids, target, case.draft_ids)
+            try:
+                difference, found = proposals.held_against_target(
+                    world, case.length, case.drafts(world), case.rule, case.siblings, judge=case.judge
+                )
+            except ValueError as problem:
+                return Line("exact", case.title, {"ids": ids, "tokens": case.length}, False, str(problem))
+            worst, branches = max(worst, difference), branches + found.branches
+    figures = {"ids": ids, "tokens": case.length, "targets": len(targets), "branches": branches, "error": worst}
+    return Line("exact", case.title, figures, worst < EXACT)
+
+
+def formula(quick: bool) -> Line:
+    """The line of the target itself: the shipped function against [DCD, Eq. 1] written out in numpy, so that what
+    everything else is held against is the paper's."""
+    differences, targets = [], QUICK_TARGETS if quick else TARGETS
+    for target in targets.values():
+        world = World(5, target)
+        for prefix in itertools.chain.from_iterable(itertools.product(range(5), repeat=size) for size in range(3)):
+            p, q = world.p(prefix), world.q(prefix)
+            weight = (p ** (1 + target.alpha) * q**-target.alpha) ** (1 / target.temperature)
+            weight = weight * (p >= target.cutoff * p.max())
+            differences.append(np.abs(np.exp(world.rows(prefix)) - weight / weight.sum()).max())
+    worst = float(np.max(differences))
+    if not np.isfinite(worst):
+        return Line("exact", "target", {"ids": 5}, False, "probabilities that are no numbers")
+    figures = {"ids": 5, "targets": len(targets), "branches": len(differences), "error": worst}
+    return Line("exact", "target: p^(1+alpha) q^-alpha on the plausible set", figures, worst < 1e-12)

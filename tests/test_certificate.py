@@ -1,0 +1,318 @@
+"""The certificate passes on the shipped code, fails when any line does, and its page holds every line."""
+
+import dataclasses
+import html
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_world import make_world, model_flags
+
+import diagnostics.lossless as entry
+from dcd_core.contrast import Target
+from dcd_core.decode import Scorer
+from dcd_core.draft import Draft
+from dcd_core.drafters.protocol import Drafter
+from dcd_core.errors import UserError
+from dcd_core.methods import METHODS, Method
+from diagnostics import certificate_controls, certificate_laws
+from diagnostics.certificate_controls import CONTROLS, Control, controlled
+from diagnostics.certificate_laws import TARGETS, Laws, law_cases, offers, samples_of, toy_method, toy_settings
+from diagnostics.certificate_page import Line, render, summary, table_of
+from diagnostics.faults import no_fault
+from diagnostics.toy_pair import DRAFTED, PROMPT, VOCAB, counted, exact_law, texts, toy_pair
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return toy_pair(0)
+
+
+def read(folder) -> list[dict]:
+    return json.loads((folder / "certificate.json").read_text())["lines"]
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certificate")
+    assert entry.main(["--quick", f"--output={folder}"]) == 0
+    return folder
+
+
+def test_the_shipped_code_is_certified(quick):
+    lines = read(quick)
+    assert all(line["passed"] is not False for line in lines)
+    done = [line for line in lines if line["passed"]]
+    assert {line["part"] for line in done} == {"exact", "laws", "controls"}
+    assert {line["name"] for line in done if line["part"] == "laws"} == set(METHODS)
+    for line in done:
+        if line["part"] == "controls":
+            assert line["figures"]["p with the fault"] < 1e-6 <= line["figures"]["p without"]
+        if line["part"] == "exact":
+            assert line["figures"]["error"] < 1e-10 and line["figures"]["branches"] > 0
+    metrics = json.loads((quick / "metrics.json").read_text())
+    assert metrics == {"certified": True, "passed": len(done), "lines": len(lines)}
+    assert not (quick / "parts").exists()
+
+
+def test_every_rule_of_every_method_is_there_with_and_without_a_cutoff(quick, toy):
+    found = {(line["name"], line["figures"]["rule"], line["figures"]["target"]) for line in read(quick) if line["part"] == "laws"}
+    for name in METHODS:
+        for rule in certificate_laws.rules_of(toy_method(name, toy).drafter):
+            for target in TARGETS:
+                assert (name, rule, target) in found
+    assert {bool(target.cutoff) for target in TARGETS.values()} == {True, False}
+
+
+def test_every_control_is_caught_or_said_to_be_left_out(quick):
+    lines = {line["name"]: line for line in read(quick) if line["part"] == "controls"}
+    assert set(lines) == {control.name for control in CONTROLS}
+    for control in CONTROLS:
+        line = lines[control.name]
+        assert line["passed"] or (line["passed"] is None and "needs" in line["note"])
+        if control.method in METHODS:
+            assert line["passed"]
+
+
+def test_the_page_holds_every_line(quick):
+    page = html.unescape((quick / "index.html").read_text(encoding="utf-8"))
+    assert "<script" not in page and "@import" not in page and "src=" not in page
+    for line in read(quick):
+        cells = [line["name"], *table_of([Line(**line)])[1][0]]
+        assert all(f"<td>{cell}</td>" in page for cell in cells), line
+    assert json.loads((quick / "certificate.json").read_text())["summary"] in page
+    assert "versions.json" in page and "--quick" in page
+
+
+def small(monkeypatch):
+    """A certificate of a few lines."""
+    monkeypatch.setattr(entry, "CASES", entry.CASES[:1])
+    monkeypatch.setattr(entry, "CONTROLS", entry.CONTROLS[:1])
+    monkeypatch.setattr(entry, "law_cases", lambda toy, seed: [])
+
+
+def test_a_failing_line_makes_the_exit_code_1(tmp_path, monkeypatch, capsys):
+    small(monkeypatch)
+    monkeypatch.setattr(entry, "formula", lambda quick: Line("exact", "made up", {"error": 0.5}, False, "as it should"))
+    assert entry.main(["--quick", f"--output={tmp_path / 'out'}"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed and "NOT certified: 1 of 3 lines failed" in printed
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert '<tr class="failed"><td>made up</td>' in page and "NOT certified" in page
+    assert not (tmp_path / "out" / "metrics.json").exists(), "a certificate that failed is no finished run"
+    monkeypatch.setattr(entry, "enumerated", None)  # passed, and is not made again
+    monkeypatch.setattr(entry, "formula", lambda quick: Line("exact", "made up", {"error": 0.0}, True))
+    assert entry.main(["--quick", f"--output={tmp_path / 'out'}"]) == 0
+    with pytest.raises(UserError, match="finished run"):
+        entry.main(["--quick", f"--output={tmp_path / 'out'}"])
+
+
+def test_a_fault_in_the_verifier_fails_the_enumeration(tmp_path, monkeypatch):
+    """Negative control of the whole: the last draw comes from the target itself, not from the residual."""
+    small(monkeypatch)
+    monkeypatch.setattr("dcd_core.verify._draw", wrong_draw())
+    assert entry.main(["--quick", f"--output={tmp_path / 'out'}"]) == 1
+    failed = {line["name"] for line in read(tmp_path / "out") if line["passed"] is False}
+    assert failed == {entry.CASES[0].title, entry.CONTROLS[0].name}
+
+
+def wrong_draw():
+    from dcd_core import verify
+
+    shipped = verify._draw
+    return lambda path, target, row, remaining, draft, noise: shipped(path, target, row, row, draft, noise)
+
+
+def test_a_stopped_certificate_goes_on(tmp_path, monkeypatch):
+    small(monkeypatch)
+    calls = []
+
+    def stops(control, laws):
+        calls.append("control")
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return Line("controls", control.name, passed=True)
+
+    def counts(case, quick):
+        calls.append("case")
+        return Line("exact", case.title, passed=True)
+
+    monkeypatch.setattr(entry, "CONTROLS", CONTROLS[:2])
+    monkeypatch.setattr(entry, "controlled", stops)
+    monkeypatch.setattr(entry, "enumerated", counts)
+    flags = ["--quick", f"--output={tmp_path / 'out'}"]
+    with pytest.raises(KeyboardInterrupt):
+        entry.main(flags)
+    with pytest.raises(UserError, match="other settings"):
+        entry.main([*flags, "--seed=1"])
+    assert entry.main(flags) == 0
+    assert calls == ["case", "control", "control", "control"]
+
+
+# ---- the real pair ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"), "smol", prompts=3)
+
+
+def real_flags(world, output):
+    fast = ["--max_new_tokens=6", "--batch=2", "--device=cpu", "--limit=2", "--alphas", "0.5"]
+    return [*model_flags(world), f"--output={output}", "--quick", *fast]
+
+
+def test_a_real_pair_is_held_against_vanilla_contrastive_decoding(world, tmp_path, monkeypatch):
+    small(monkeypatch)
+    assert entry.main(real_flags(world, tmp_path / "out")) == 0
+    lines = [line for line in read(tmp_path / "out") if line["part"] == "identity"]
+    names = {(line["name"], line["figures"]["decoding"]) for line in lines}
+    assert ("cd = the cache-free loop", "greedy") in names
+    for name, method in METHODS.items():
+        if name not in ("ar", "cd"):
+            for decoding in ("greedy", "T = 1, shared noise"):
+                assert (f"{name} = {'cd' if method.contrast else 'ar'}", decoding) in names
+    for line in lines:
+        assert line["passed"] and line["figures"]["tokens"] > 0 and line["figures"]["first divergence"] == "none"
+
+
+def test_a_difference_on_a_real_pair_is_shown(world, tmp_path, monkeypatch):
+    small(monkeypatch)
+    real = entry.Writer.texts
+
+    def altered(self, name, check, prompts):
+        made = real(self, name, check, prompts)
+        return [[*text[:-1], (text[-1] + 1) % 90] for text in made] if name == "dcd_ngram" else made
+
+    monkeypatch.setattr(entry.Writer, "texts", altered)
+    assert entry.main(real_flags(world, tmp_path / "out")) == 1
+    wrong = [line for line in read(tmp_path / "out") if line["passed"] is False]
+    assert {line["name"] for line in wrong} == {"dcd_ngram = cd"}
+    assert all("gap" in line["figures"]["first divergence"] for line in wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--expert=e"], "give --amateur and --prompts too"),
+        (["--head=h"], "give --expert and --amateur and --prompts too"),
+        (["--alphas", "-1"], "0 or more"),
+        (["--seed=-1"], "--seed must be at least 0"),
+        (["--gamma=0"], "--gamma must be at least 1"),
+    ],
+)
+def test_refusals_leave_nothing_behind(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        entry.main([f"--output={tmp_path / 'out'}", *change])
+    assert not (tmp_path / "out").exists()
+
+
+# ---- laws and controls -----------------------------------------------------------------------------------------------
+
+
+def test_the_toy_pair_is_worth_testing_on(toy):
+    """Expert, amateur and head differ, nothing is nearly certain, and the cutoff leaves some ids out."""
+    models = [Scorer(toy.pair.expert), Scorer(toy.pair.amateur)]
+    alone, target = exact_law(models[:1], Target(), 2), exact_law(models, Target(alpha=1.0), 2)
+    for law in (alone, target):
+        assert law.sum() == pytest.approx(1) and law.shape == (VOCAB, VOCAB)
+    first, rest = target.sum(1), target / target.sum(1, keepdims=True)
+    assert first.max() < 0.9 and (rest.max(1) < 0.97).all()
+    assert abs(alone - target).sum() / 2 > 0.15
+    cut = exact_law(models, TARGETS["alpha 1, T .8, cutoff .3"], 2)
+    assert 0.1 < (cut == 0).mean() < 0.9
+    assert sorted(DRAFTED) != list(range(VOCAB)) and toy.head.target_ids.tolist() == list(DRAFTED)
+    assert set(PROMPT) == set(range(VOCAB))
+
+
+def test_the_exact_law_is_the_loop_s(toy):
+    """A few texts of vanilla contrastive decoding: every one is possible, and none of the impossible ones is seen."""
+    target = TARGETS["alpha 1, T .8, cutoff .3"]
+    law = exact_law([Scorer(toy.pair.expert), Scorer(toy.pair.amateur)], target, 3)
+    settings = dataclasses.replace(toy_settings(target, "deterministic", 1), max_new_tokens=3)
+    found = counted(texts(toy_method("cd", toy), settings, 512))
+    assert found.shape == law.shape and found.sum() == 512
+    assert (found[law == 0] == 0).all()
+
+
+def test_counting_texts():
+    found = counted(np.array([[0, 1], [0, 1], [2, 0]]), vocab=3)
+    assert found[0, 1] == 2 and found[2, 0] == 1 and found.sum() == 3
+
+
+def test_what_a_method_offers_is_found_out(toy):
+    assert offers("dcd_eagle3", toy, toy_settings(Target(), "sampled", 0, gamma=2))
+    assert not offers("cd", toy, toy_settings(Target(), "deterministic", 0, gamma=2, branch=2))
+    assert not offers("dcd_ngram", toy, toy_settings(Target(), "sampled", 0, gamma=2)), "a rule that it has not"
+    assert not offers("dcd_ngram", toy, toy_settings(Target(), "deterministic", 0, gamma=2, stop_below=0.3))
+
+
+def test_methods_join_by_being_in_the_table(toy, monkeypatch):
+    monkeypatch.setitem(METHODS, "another", METHODS["dcd_ngram"])
+    assert {case.rule for case in law_cases(toy, 0) if case.method == "another"} == {"deterministic", "shared_noise"}
+
+
+def test_a_control_that_is_not_caught_fails(toy):
+    line = controlled(Control("nothing is wrong", no_fault), Laws(toy, 0, 1024, 0))
+    assert line.passed is False and "not caught" in line.note
+
+
+def test_rows_that_depend_on_their_neighbours_fail(toy, monkeypatch):
+    """Negative control: texts of small batches that are those of another seed."""
+    real = certificate_laws.texts
+
+    def other(method, settings, samples, batch=256):
+        return real(method, dataclasses.replace(settings, seed=9) if batch == 3 else settings, samples, batch)
+
+    monkeypatch.setattr(certificate_laws, "texts", other)
+    case = certificate_laws.LawCase("cd", "deterministic", "chain", "alpha .5")
+    line = Laws(toy, 0, 512, 6).line(case)
+    assert line.passed is False and line.figures["p"] > 1e-6 and "of 6 the same" in line.figures["rows alone"]
+
+
+class SampledSiblings(Drafter):
+    """Children of the root drawn without replacement from the expert's own kind of law: a fixed one."""
+
+    default_rule = "sampled"
+    rules = ("sampled",)
+
+    def propose(self, root, noise, shape):
+        law = torch.linspace(1, 3, VOCAB, dtype=torch.float64).expand(len(root), -1)
+        law = law / law.sum(1, keepdim=True)
+        noisy = law.log() + noise.gumbel(VOCAB)[:, 0]
+        tokens, laws = noisy.topk(shape.branch).indices, []
+        for child in range(shape.branch):
+            laws.append(law)
+            law = law.scatter(1, tokens[:, child, None], 0.0)
+            law = law / law.sum(1, keepdim=True)
+        parents = torch.full_like(tokens, -1)
+        return Draft(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), "sampled", torch.stack(laws, 1))
+
+
+@pytest.mark.parametrize("name", ["siblings re-sorted after sampling", "siblings pruned after sampling"])
+def test_controls_of_siblings_are_caught(toy, monkeypatch, name):
+    """By a drafter of this test, whatever METHODS holds."""
+    method = Method("siblings", True, lambda pair, head: SampledSiblings())
+    monkeypatch.setattr(certificate_controls, "METHODS", {"siblings": method} | METHODS)
+    monkeypatch.setitem(METHODS, "siblings", method)
+    control = next(control for control in CONTROLS if control.name == name)
+    line = controlled(control, Laws(toy, 0, samples_of(quick=True), 0))
+    assert line.figures["method"] == "siblings" and line.passed
+
+
+def test_swapped_roles_are_caught(toy, monkeypatch):
+    """In any method with two models, so in CoS too."""
+    control = next(control for control in CONTROLS if control.method == "cos")
+    line = controlled(dataclasses.replace(control, method="scd"), Laws(toy, 0, samples_of(quick=True), 0))
+    assert line.passed
+
+
+def test_the_page_says_what_was_skipped(tmp_path):
+    lines = [Line("exact", "one", {"error": 1e-17}, True), Line("identity", "real pair", note="no pair given")]
+    assert summary(lines) == "Certified lossless: all 1 lines passed (1 skipped)"
+    page = render(lines, tmp_path, "settings", "abc")
+    assert "<td>skipped</td><td>no pair given</td>" in page
