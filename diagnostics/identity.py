@@ -22,15 +22,17 @@ import torch
 from tabulate import tabulate
 from transformers import GenerationConfig
 
-from data_prep.chat_template import template_arguments
+from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
+from dcd_core.loading import load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.models import LanguageModel, Pair
 from dcd_core.progress import Bar
+from dcd_core.prompts import read_prompts
 from diagnostics.agreement import compare
-from diagnostics.loading import inputs_key, load_models, read_prompts
+from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts
 
 REFERENCES = ("ar", "cd")
