@@ -1,4 +1,4 @@
-"""Lazy judging: with a cutoff, the amateur is asked only where it can change something, and only about what it can change.
+"""Lazy judging: with a cutoff, the amateur is asked only where, and about what, it can change something.
 
 Three exact savings, for vanilla contrastive decoding as well as for drafts:
 

@@ -49,11 +49,11 @@ def refuse_unsupported(config, name: str) -> None:
     """Refuse what the 4D masks of the cache cannot serve.
 
     Raises:
-        UserError: flash attention, or layers with a sliding window.
+        UserError: another attention than sdpa, or layers with a sliding window.
     """
     attention = getattr(config, "_attn_implementation", None) or ""
-    if "flash" in attention:
-        raise UserError(f"{name}: {attention} ignores 4D attention masks; load the model with attn_implementation=sdpa")
+    if attention not in ("", "sdpa"):  # flash ignores such masks, eager would add them to the scores
+        raise UserError(f"{name}: {attention} attention takes no 4D bool masks; load it with attn_implementation=sdpa")
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
     if sliding or (window is not None and getattr(config, "use_sliding_window", True)):
@@ -87,8 +87,10 @@ class LanguageModel:
                 f"{self.name}: feature_layers {taps} must be three ascending layers between 1 and {layers - 1}"
             )
         self._taps: dict[int, Tensor] | None = None
-        for index in self.feature_layers or ():
+        self._hooks = [
             model.model.layers[index].register_forward_pre_hook(self._tap(index), with_kwargs=True)
+            for index in self.feature_layers or ()
+        ]
         parameters = inspect.signature(type(model.model).forward).parameters
         # transformers renamed the keyword within the 5.x series
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
@@ -99,6 +101,11 @@ class LanguageModel:
                 self._taps[index] = args[0] if args else kwargs["hidden_states"]
 
         return hook
+
+    def release(self) -> None:
+        """Take the taps out of the model again; this wrapper gives no features any more."""
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""The steps of a round that hold no state: what a model reads, what the verifier judges by, what stays, how long it took."""
+"""The steps of a round that hold no state: what a model reads, what the verifier judges by, what stays, the time."""
 
 from __future__ import annotations
 

@@ -19,15 +19,17 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from data_prep.chat_template import template_arguments
+from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.contrast import Target, scores
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.divergence import acceptance
 from dcd_core.flip_risk import Deferral, margin_of
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.loading import load_models
 from dcd_core.methods import assemble
 from dcd_core.models import Pair
+from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, draft_everywhere
 from diagnostics.calibration import (
     STOPS,
@@ -40,7 +42,7 @@ from diagnostics.calibration import (
     simulate_rounds,
 )
 from diagnostics.latency import time_passes
-from diagnostics.loading import inputs_key, load_models, read_prompts
+from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts, at_every_alpha
 
 
@@ -215,10 +217,8 @@ def print_proposal(found: dict) -> None:
     print(tabulate(rows, headers=headers, disable_numparse=True))
     law = f"--defer_scale {found['scale']:.3g} --defer_power {found['power']:.3g} --defer_spread {found['spread']:.3g}"
     for entry in found["by_alpha"]:
-        theta = entry["best_deferred"]["theta"]
-        print(
-            f"alpha {entry['alpha']:g}: --defer_theta {theta:g} {law}; or --stop_below {entry['best_stop']['stop_below']:g}"
-        )
+        theta, stop = entry["best_deferred"]["theta"], entry["best_stop"]["stop_below"]
+        print(f"alpha {entry['alpha']:g}: --defer_theta {theta:g} {law}; or --stop_below {stop:g}")
 
 
 if __name__ == "__main__":

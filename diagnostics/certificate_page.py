@@ -121,11 +121,11 @@ def render(lines: list[Line], folder: Path, settings: str, git_sha: str) -> str:
         if own:
             headers, rows = table_of(own)
             failed = [line.passed is False for line in own]
-            parts.append({"title": part.title, "how": part.how, "headers": headers, "rows": list(zip(rows, failed, strict=True))})
+            parts.append(
+                {"title": part.title, "how": part.how, "headers": headers, "rows": list(zip(rows, failed, strict=True))}
+            )
     made_with = ("command.txt", "config.yaml", "versions.json")
-    provenance = {
-        name: (folder / name).read_text(encoding="utf-8") for name in made_with if (folder / name).is_file()
-    }
+    provenance = {name: (folder / name).read_text(encoding="utf-8") for name in made_with if (folder / name).is_file()}
     return fill_page(
         "certificate.html.j2",
         summary=summary(lines),

@@ -89,9 +89,7 @@ def resorted_siblings(draft: Draft, settings: Settings) -> Draft:
     for node in range(draft.nodes):
         laws.append(left / left.sum(-1, keepdim=True).clamp_min(1e-300))
         left = left.scatter(1, tokens[:, node, None], 0.0)
-    return dataclasses.replace(
-        draft, tokens=tokens, valid=draft.valid.gather(1, order), probs=torch.stack(laws, dim=1)
-    )
+    return dataclasses.replace(draft, tokens=tokens, valid=draft.valid.gather(1, order), probs=torch.stack(laws, dim=1))
 
 
 def pruned_siblings(draft: Draft, settings: Settings) -> Draft:

@@ -81,9 +81,7 @@ def texts(
     return np.array(found)
 
 
-def exact_law(
-    scorers: list[Scorer], target: Target, length: int, prompt: tuple[int, ...] = PROMPT
-) -> np.ndarray:
+def exact_law(scorers: list[Scorer], target: Target, length: int, prompt: tuple[int, ...] = PROMPT) -> np.ndarray:
     """Joint law of the first ``length`` tokens, ``[vocab] * length``: the product of the target over the tokens.
 
     Args:

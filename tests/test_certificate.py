@@ -60,7 +60,11 @@ def test_the_shipped_code_is_certified(quick):
 
 
 def test_every_rule_of_every_method_is_there_with_and_without_a_cutoff(quick, toy):
-    found = {(line["name"], line["figures"]["rule"], line["figures"]["target"]) for line in read(quick) if line["part"] == "laws"}
+    found = {
+        (line["name"], line["figures"]["rule"], line["figures"]["target"])
+        for line in read(quick)
+        if line["part"] == "laws"
+    }
     for name in METHODS:
         for rule in certificate_laws.rules_of(toy_method(name, toy).drafter):
             for target in TARGETS:

@@ -155,7 +155,7 @@ def test_a_pass_needs_no_gradient_and_leaves_the_weights_frozen(model):
 def test_flash_attention_is_refused_by_name():
     config = tiny_causal_lm("smol").config
     config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(UserError, match="some/model: flash_attention_2 ignores 4D attention masks.*sdpa"):
+    with pytest.raises(UserError, match="some/model: flash_attention_2 attention takes no 4D bool masks.*sdpa"):
         refuse_unsupported(config, "some/model")
 
 
