@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dcd_core.cache import KVCache
 from dcd_core.draft import Draft, Shape
+from dcd_core.drafters.chain import draft_chain
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.models import LanguageModel
 
@@ -31,19 +32,22 @@ class AmateurDrafter(Drafter):
         """Use the cache that the loop's prefill filled."""
         self.cache = cache
 
+    def most_nodes(self, shape: Shape) -> int:
+        # a chain, whatever the budget of trees
+        return shape.depth
+
     def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
-        self.base = list(self.cache.lengths)
-        token, tokens, probs, rows = root, [], [], []
-        for depth in range(shape.depth):
-            logits = self.amateur.forward(token[:, None], self.cache).logits[:, 0]
+        self.base, rows = list(self.cache.lengths), []
+
+        def following(token):
+            newest = root if token is None else token
+            rows.append(self.amateur.forward(newest[:, None], self.cache).logits[:, 0])
             self.cache.commit([1] * len(self.base))
-            token, distribution = noise.pick(logits, depth, self.amateur.vocab)
-            rows.append(logits)
-            tokens.append(token)
-            probs.append(distribution)
+            return rows[-1]
+
+        draft = draft_chain(following, noise, shape, self.amateur.vocab)
         self.rows = torch.stack(rows, dim=1)
-        stacked = torch.stack(probs, dim=1) if noise.rule == "sampled" else None
-        return Draft.chain(torch.stack(tokens, dim=1), rule=noise.rule, probs=stacked)
+        return draft
 
     def late_row(self, token: Int[Tensor, " batch"], rows: list[bool]) -> Float[Tensor, "batch 1 vocab"]:
         """One more pass on the last drafted token; only ``rows`` keep it in their cache."""
@@ -55,6 +59,9 @@ class AmateurDrafter(Drafter):
         # the root and the accepted drafts stay; what a late row added is already counted
         kept = [base + count for base, count in zip(self.base, accepted.counts, strict=True)]
         self.cache.rollback(kept)
+
+    def rewind(self, back: list[int], accepted: Accepted) -> None:
+        raise ValueError("the rows of an amateur that drafts cannot be taken back: the loop must judge every round")
 
     def keep_rows(self, rows: list[int]) -> None:
         """The loop owns the cache and keeps its rows; nothing else outlives a round."""
