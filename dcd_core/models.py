@@ -276,20 +276,20 @@ def id_table(tokenizer) -> list[str | None]:
     return [by_id.get(index) for index in range(max(by_id) + 1)]
 
 
-def shared_vocabulary(expert_tokenizer, amateur_tokenizer) -> int:
-    """Number of real ids that both tokenizers share, compared id by id.
+def shared_vocabulary(expert_tokenizer, other_tokenizer, role: str = "amateur") -> int:
+    """Number of real ids that both tokenizers share, compared id by id. ``role`` names the other model in refusals.
 
     Raises:
         UserError: the first id whose string differs, or that only one of them has.
     """
-    expert, amateur = id_table(expert_tokenizer), id_table(amateur_tokenizer)
-    for index in range(max(len(expert), len(amateur))):
+    expert, other = id_table(expert_tokenizer), id_table(other_tokenizer)
+    for index in range(max(len(expert), len(other))):
         left = expert[index] if index < len(expert) else None
-        right = amateur[index] if index < len(amateur) else None
+        right = other[index] if index < len(other) else None
         if left != right:
             raise UserError(
-                f"expert and amateur have different vocabularies: id {index} is {left!r} for the expert and "
-                f"{right!r} for the amateur; a contrast needs one shared vocabulary"
+                f"expert and {role} have different vocabularies: id {index} is {left!r} for the expert and "
+                f"{right!r} for the {role}; models that decode together need one shared vocabulary"
             )
     return len(expert)
 
@@ -314,10 +314,24 @@ def load_pair(
     if amateur:
         models.append(load_model(amateur, dtype, device))
     for role, model in zip(("expert", "amateur"), models, strict=False):
-        width = model.config.vocab_size
-        if width < vocab:
-            raise UserError(
-                f"the {role} {model.name} gives {width} logits, fewer than the {vocab} ids of its tokenizer"
-            )
-        model.vocab = vocab
+        _cut_logits(role, model, vocab)
     return Pair(models[0], models[1] if amateur else None, tokenizer)
+
+
+def load_proposer(name_or_path: str, pair: Pair, dtype: str = "float32", device: str = "auto") -> LanguageModel:
+    """A small language model that drafts for a pair (``dcd_lm``); its logits are cut to the pair's real ids.
+
+    Raises:
+        UserError: see :func:`load_model` and :func:`shared_vocabulary`.
+    """
+    shared_vocabulary(pair.tokenizer, load_tokenizer(name_or_path), "proposer")
+    model = load_model(name_or_path, dtype, device)
+    _cut_logits("proposer", model, pair.expert.vocab)
+    return model
+
+
+def _cut_logits(role: str, model: LanguageModel, vocab: int) -> None:
+    width = model.config.vocab_size
+    if width < vocab:
+        raise UserError(f"the {role} {model.name} gives {width} logits, fewer than the {vocab} ids of its tokenizer")
+    model.vocab = vocab

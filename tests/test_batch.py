@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from naive import greedy_cd, near_pair, some_prompts, tiny_head
+from naive import assembled, greedy_cd, near_pair, some_prompts, tiny_head
 from scipy import stats
 from tiny import VOCAB, tiny_pair
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,7 +96,7 @@ def test_tokens_are_one_more_than_the_sum_of_emitted(same, near, name, rule):
         stop_ids=tuple(range(0, VOCAB, 11)),
         rule="auto" if rule == "greedy" else rule,
     )
-    for generation in decode(assemble(name, near, tiny_head(near)), PROMPTS, settings, max_batch=3):
+    for generation in decode(assembled(name, near, tiny_head(near)), PROMPTS, settings, max_batch=3):
         assert len(generation.ids) == 1 + sum(entry.emitted for entry in generation.rounds)
         for entry in generation.rounds:
             assert 0 <= entry.accepted <= entry.drafted <= 3
@@ -116,7 +116,7 @@ def test_a_round_of_an_ngram_drafter_that_finds_nothing_counts_with_zero(same):
 def test_the_seconds_of_a_round_are_those_of_its_phases(near, timing):
     settings = Settings(Target(alpha=0.1, temperature=0.0), max_new_tokens=6, gamma=3, timing=timing)
     for name, idle in (("cd", ()), ("ar", ("amateur_s",)), ("dcd_ngram", ())):
-        generation = decode(assemble(name, near), [PROMPTS[1]], settings)[0]
+        generation = decode(assembled(name, near), [PROMPTS[1]], settings)[0]
         assert generation.prefill_s > 0
         for entry in generation.rounds:
             for phase in ("draft_s", "expert_s", "amateur_s", "rest_s"):
@@ -219,7 +219,7 @@ def test_a_round_makes_one_copy_to_the_host(near, name, rule):
         stop_ids=tuple(range(0, VOCAB, 11)),
         rule="auto" if rule == "greedy" else rule,
     )
-    steps = copies_per_step(assemble(name, near, tiny_head(near)), settings, batch=3)
+    steps = copies_per_step(assembled(name, near, tiny_head(near)), settings, batch=3)
     assert len(steps) > 3 and all(found == ["tolist"] for found in steps)
 
 
@@ -297,7 +297,7 @@ def sampled_texts(method, prompt, target, rule) -> list[list[int]]:
 )
 def test_the_joint_law_of_two_tokens_is_the_target_s(law, name, rule):
     pair, head, prompt, target, expected = law
-    samples = sampled_texts(assemble(name, pair, head), prompt, target, rule)
+    samples = sampled_texts(assembled(name, pair, head), prompt, target, rule)
     assert g_test(samples, expected) > 1e-6
 
 
