@@ -27,7 +27,7 @@ from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.methods import METHODS, assemble
-from dcd_core.models import LanguageModel, Pair
+from dcd_core.models import LanguageModel, Pair, load_proposer
 from dcd_core.progress import Bar
 from diagnostics.agreement import compare
 from diagnostics.loading import inputs_key, load_models, read_prompts
@@ -47,9 +47,10 @@ class Config:
     head: str = field(metadata={"help": "EAGLE3 head: folder or hub id"})
     prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
     output: str = field(metadata={"help": "folder for the result"})
+    lm: str = field(default="", metadata={"help": "small language model that dcd_lm drafts with: folder or hub id"})
     methods: list[str] = field(
-        default_factory=lambda: [name for name in METHODS if name not in REFERENCES],
-        metadata={"help": "methods to hold against cd (expert_sd against ar)"},
+        default_factory=lambda: [name for name in METHODS if name not in REFERENCES and not METHODS[name].needs_lm],
+        metadata={"help": "methods to hold against cd (expert_sd against ar); default: all but dcd_lm"},
     )
     alphas: list[float] = field(default_factory=lambda: [0.0, 0.1, 0.5], metadata={"help": "contrast strengths"})
     limit: int = field(default=100, metadata={"help": "use the first so many prompts (0: all)"})
@@ -57,7 +58,9 @@ class Config:
     noise_prompts: int = field(default=20, metadata={"help": "prompts at temperature 1 under shared noise"})
     max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
     batch: int = field(default=8, metadata={"help": "prompts at a time"})
-    gamma: int = field(default=5, metadata={"help": "drafts per round"})
+    gamma: int = field(default=5, metadata={"help": "drafts per round; of a tree, its depth"})
+    branch: int = field(default=1, metadata={"help": "children of a drafted token; 1 drafts chains"})
+    nodes: int = field(default=0, metadata={"help": "drafted tokens of a tree (0: gamma times branch)"})
     seed: int = field(default=0, metadata={"help": "seed of the shared noise"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
@@ -71,7 +74,8 @@ class Config:
             raise ValueError(f"--methods {' '.join(self.methods)}: choose from {choices}")
         if not self.alphas or min(self.alphas) < 0:
             raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
-        refuse_below(self, batch=1, gamma=1, max_new_tokens=1, limit=0, loop_prompts=0, noise_prompts=0, seed=0)
+        least = {"batch": 1, "gamma": 1, "branch": 1, "nodes": 0, "max_new_tokens": 1}
+        refuse_below(self, **least, limit=0, loop_prompts=0, noise_prompts=0, seed=0)
 
 
 @dataclass(frozen=True)
@@ -105,9 +109,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, "float32", config.device)
+    lm = load_proposer(config.lm, pair, "float32", config.device) if config.lm else None
+    for name in config.methods:
+        assemble(name, pair, head, lm=lm)  # refused here if something is missing
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
-    writer = Writer(pair, head, stops, config, parts)
+    writer = Writer(pair, head, lm, stops, config, parts)
     plan = checks(config, len(prompts))
     results = [held_against(check, prompts[: check.prompts], writer, config) for check in plan]
     different = sum(result["different"] for result in results)
@@ -133,16 +140,20 @@ def checks(config: Config, prompts: int) -> list[Check]:
 
 def result_settings(config: Config) -> dict:
     """What decides a text; a stopped check goes on only under the same."""
-    kept = {name: getattr(config, name) for name in ("max_new_tokens", "batch", "gamma", "seed", "template_args")}
-    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head)}
+    names = ("max_new_tokens", "batch", "gamma", "branch", "nodes", "seed", "template_args")
+    kept = {name: getattr(config, name) for name in names}
+    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head, config.lm)}
 
 
 class Writer:
     """Texts by any method or reference, some batches at a time; each is written once and kept for every check that
     needs it."""
 
-    def __init__(self, pair: Pair, head, stops: tuple[int, ...], config: Config, parts: Parts):
-        self.pair, self.head, self.stops, self.config, self.parts = pair, head, stops, config, parts
+    def __init__(
+        self, pair: Pair, head, lm: LanguageModel | None, stops: tuple[int, ...], config: Config, parts: Parts
+    ):
+        self.pair, self.head, self.lm = pair, head, lm
+        self.stops, self.config, self.parts = stops, config, parts
 
     def texts(self, name: str, check: Check, prompts: list[Prompt]) -> list[list[int]]:
         """Answers to some prompts, by a method or by "generate" or "loop"."""
@@ -159,9 +170,11 @@ class Writer:
             stop_ids=self.stops,
             seed=self.config.seed,
             gamma=self.config.gamma,
+            branch=self.config.branch,
+            nodes=self.config.nodes,
             rule="shared_noise" if check.temperature else "auto",
         )
-        made = decode(assemble(name, self.pair, self.head), prompts, settings, max_batch=self.config.batch)
+        made = decode(assemble(name, self.pair, self.head, lm=self.lm), prompts, settings, max_batch=self.config.batch)
         return [generation.ids for generation in made]
 
     def kept_texts(self, name: str, check: Check, prompts: list[Prompt], index: int) -> list[list[int]]:

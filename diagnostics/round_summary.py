@@ -13,7 +13,16 @@ from dcd_core.errors import UserError
 from diagnostics.resampling import RESAMPLES, Interval, paired_ratio, ratio_of_sums
 
 BASELINE = "cd"
-ORDER = ("ar", "expert_sd", "cd", "scd", "dcd_ngram", "dcd_eagle3")  # of rows in tables and bars in figures
+ORDER = (
+    "ar",
+    "expert_sd",
+    "cd",
+    "scd",
+    "dcd_ngram",
+    "dcd_lm",
+    "dcd_eagle3",
+    "dcd_hybrid",
+)  # of rows in tables and bars in figures
 ANY = "any"
 SECONDS = ("draft_s", "expert_s", "amateur_s", "rest_s")
 _RUN = re.compile(r"alpha=(\S+) repeat=(\d+)")
