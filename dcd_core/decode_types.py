@@ -35,7 +35,7 @@ class Settings:
         branch, nodes, stop_below: the rest of the draft's shape (:class:`dcd_core.draft.Shape`).
         saving: how the amateur's passes are saved, exactly: ``none``, ``lazy`` (:mod:`dcd_core.lazy`, with
             a cutoff) or ``deferred`` (:mod:`dcd_core.deferred`).
-        deferral: when deferred judging calls the amateur.
+        defer_theta and the like: when deferred judging calls the amateur (:class:`dcd_core.flip_risk.Deferral`).
         rule: ``auto`` (deterministic at T = 0, else the drafter's own), or one of :data:`dcd_core.draft.RULES`.
         timing: synchronise the device around every phase, so that the seconds of a round are true.
     Raises:
@@ -51,7 +51,11 @@ class Settings:
     nodes: int = 0
     stop_below: float = 0.0
     saving: str = "none"
-    deferral: Deferral = field(default_factory=Deferral)
+    defer_theta: float = Deferral.theta
+    defer_scale: float = Deferral.scale
+    defer_power: float = Deferral.power
+    defer_spread: float = Deferral.spread
+    defer_most: int = Deferral.most
     rule: str = "auto"
     timing: bool = False
 
@@ -66,6 +70,9 @@ class Settings:
             raise UserError(f"nodes must be 0 (depth times branch) or more, got {self.nodes}")
         if not 0 <= self.stop_below < 1:
             raise UserError(f"stop_below is a probability in [0, 1), got {self.stop_below}")
+        self.deferral = Deferral(
+            self.defer_theta, self.defer_scale, self.defer_power, self.defer_spread, self.defer_most
+        )
         if self.saving not in SAVINGS:
             raise UserError(f"saving {self.saving!r} is unknown; choose {', '.join(SAVINGS)}")
         if self.rule not in ("auto", "sampled", "deterministic", "shared_noise"):

@@ -14,7 +14,7 @@ another job runs on the machine.
 import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -23,12 +23,13 @@ from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run, versions
 from dcd_core.decode import Settings
 from dcd_core.files import write_text_atomic
+from dcd_core.flags import LoopFlags
 from dcd_core.loading import load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.models import load_scorer
 from dcd_core.prompts import read_prompts
 from diagnostics.agreement import TIE
-from diagnostics.contest import Contest, agreement_counts, arms, round_columns, run_contest
+from diagnostics.contest import Contest, Entry, agreement_counts, arms, round_columns, run_contest
 from diagnostics.latency import time_passes
 from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts
@@ -40,8 +41,8 @@ SHORTFALL = 0.9  # a method that measures below this part of its prediction is p
 
 
 @dataclass
-class Config:
-    """Settings of the benchmark."""
+class Config(LoopFlags):
+    """Settings of the benchmark (those of the loop come first)."""
 
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
     prompts: str = field(metadata={"help": "prompts, JSONL {id, messages}"})
@@ -51,13 +52,12 @@ class Config:
     lm: str = field(default="", metadata={"help": "small language model that dcd_lm drafts with: folder or hub id"})
     methods: list[str] = field(
         default_factory=lambda: [name for name, method in METHODS.items() if not method.needs_lm],
-        metadata={"help": f"any of {', '.join(METHODS)}; cd is the baseline (default: all but dcd_lm)"},
+        metadata={
+            "help": f"any of {', '.join(METHODS)}, also in other forms than the flags say, such as dcd_eagle3@5x4:10 "
+            "(depth, branch and nodes of a tree) or dcd_eagle3@deferred; cd is the baseline (default: all but dcd_lm)"
+        },
     )
     alphas: list[float] = field(default_factory=lambda: [0.1, 0.5], metadata={"help": "contrast strengths"})
-    gamma: int = field(default=5, metadata={"help": "drafts per round; of a tree, its depth"})
-    branch: int = field(default=1, metadata={"help": "children of a drafted token; 1 drafts chains"})
-    nodes: int = field(default=0, metadata={"help": "drafted tokens of a tree (0: gamma times branch)"})
-    stop_below: float = field(default=0.0, metadata={"help": "a path ends when its draft probability falls below this"})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy"})
     rule: str = field(default="auto", metadata={"help": "auto, sampled, deterministic or shared_noise"})
     max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
@@ -77,12 +77,15 @@ class Config:
         for name, items in (("--methods", self.methods), ("--alphas", self.alphas)):
             if not items or len(set(items)) < len(items):
                 raise ValueError(f"{name} must name at least one, and none twice; got {items}")
-        unknown = [method for method in self.methods if method not in METHODS]
-        if unknown:
-            raise ValueError(f"method '{unknown[0]}' is unknown; choose from {', '.join(METHODS)}")
+        _ = Settings(**self.loop), self.entries  # refused here if a value, a method or a form is none
         refuse_below(self, **LEAST)
         if min(self.alphas) < 0:
             raise ValueError(f"--alphas must be 0 or more, got {self.alphas}")
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The methods with the forms in which they are asked for."""
+        return [Entry.parse(label) for label in self.methods]
 
     @property
     def judged(self) -> bool:
@@ -92,10 +95,6 @@ class Config:
 
 # an answer's first token belongs to the prefill, so one token makes no round
 LEAST = {
-    "gamma": 1,
-    "branch": 1,
-    "nodes": 0,
-    "stop_below": 0,
     "max_new_tokens": 2,
     "repeats": 1,
     "resamples": 1,
@@ -114,26 +113,27 @@ def main(argv: list[str] | None = None) -> int:
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     lm = load_scorer(config.lm, pair) if config.lm else None
-    methods = {name: assemble(name, pair, head, lm=lm) for name in config.methods}
+    methods = {entry.method: assemble(entry.method, pair, head, lm=lm) for entry in config.entries}
     settings = Settings(
         max_new_tokens=config.max_new_tokens,
         stop_ids=stops,
         seed=config.seed,
-        gamma=config.gamma,
-        branch=config.branch,
-        nodes=config.nodes,
-        stop_below=config.stop_below,
         rule=config.rule,
         timing=True,
+        **config.loop,
     )
-    lineup = arms(config.methods, config.alphas)
+    lineup = arms(config.entries, config.alphas)
     contest = Contest(methods, lineup, pair, settings, config.temperature, config.repeats, config.judged)
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
     latency = parts.get("latency")
     if latency is None:
         typical = sorted(prompts, key=lambda prompt: len(prompt.ids))[len(prompts) // 2]
-        latency = time_passes(pair, head, typical, settings.shape, config.max_new_tokens, lm)
+        shapes = [replace(settings, **entry.changes).shape for entry in config.entries]
+        widths = {width for shape in shapes for width in (shape.branch, shape.budget + 1, 2 * shape.depth + 1)}
+        latency = time_passes(
+            pair, head, typical, settings.shape, config.max_new_tokens, lm, more_widths=tuple(sorted(widths))
+        )
         parts.put("latency", latency)
     print_latency(latency)
     answers = list(run_contest(contest, prompts, config.warmup, parts))
@@ -164,7 +164,11 @@ def write_tables(folder: Path, answers: list[dict], tokenizer, latency: dict, co
     write_text_atomic(folder / "answers.jsonl", "\n".join(lines) + "\n")
     rows = read_records(folder / "rounds.parquet", "rounds").rows
     entries = summarise_rounds(rows, config.resamples, config.seed)
-    return with_predictions(entries, latency, config.gamma, config.branch) if "amateur" in latency else entries
+    return (
+        with_predictions(entries, latency, config.gamma, config.branch, config.nodes)
+        if "amateur" in latency
+        else entries
+    )
 
 
 def metrics(entries: list[dict], latency: dict, counts: list[dict], answers: list[dict], config: Config) -> dict:

@@ -1,34 +1,86 @@
 """Methods take turns on one prompt after another; each answer is kept with its rounds and what it agrees with."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from dcd_core.contrast import Target
 from dcd_core.decode import Assembled, Prompt, Settings, decode
+from dcd_core.decode_types import SAVINGS
 from dcd_core.files import content_hash
 from dcd_core.methods import METHODS
 from dcd_core.models import Pair
 from dcd_core.progress import progress
 from diagnostics.agreement import compare
+from diagnostics.forms import read_shape, split_label
 from diagnostics.parts import Parts
 from diagnostics.round_summary import BASELINE, run_name
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One method at one contrast strength (None where the method never looks at the contrast)."""
+class Entry:
+    """A method with further settings, so that several forms of it can meet in one run.
 
+    Written ``method`` or ``method@form+form``, e.g. ``dcd_eagle3@5x4:10+deferred``. Forms: ``DEPTHxBRANCH:NODES`` (a
+    tree; ``DEPTH`` alone is a chain), ``lazy``, ``deferred``, and ``setting=value`` for any number in
+    :class:`dcd_core.decode_types.Settings`.
+    """
+
+    label: str
     method: str
+    changes: dict
+
+    @classmethod
+    def parse(cls, label: str) -> Entry:
+        """
+        Raises:
+            ValueError: an unknown method or form.
+        """
+        method, forms = split_label(label)
+        if method not in METHODS:
+            raise ValueError(f"method '{method}' is unknown; choose from {', '.join(METHODS)}")
+        changes: dict = {}
+        for form in forms:
+            changes |= _form(form, label)
+        Settings(**changes)  # refuses values outside their range
+        return cls(label, method, changes)
+
+
+_NUMBERS = {item.name: item.type for item in fields(Settings) if item.type in ("int", "float")}
+
+
+def _form(form: str, label: str) -> dict:
+    shape = read_shape(form)
+    if shape:
+        return shape
+    if form in SAVINGS:
+        return {"saving": form}
+    name, _, value = form.partition("=")
+    if name in _NUMBERS:
+        try:
+            return {name: int(value) if _NUMBERS[name] == "int" else float(value)}
+        except ValueError:
+            pass
+    raise ValueError(
+        f"'{label}': '{form}' is no form of a method; write DEPTHxBRANCH:NODES (such as 5x4:10), DEPTH, lazy, deferred, "
+        "or a setting as name=number"
+    )
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One entry at one contrast strength (None where the method never looks at the contrast)."""
+
+    entry: Entry
     alpha: float | None
 
     def target(self, temperature: float) -> Target:
         return Target(alpha=self.alpha or 0.0, temperature=temperature)
 
 
-def arms(methods: list[str], alphas: list[float]) -> list[Arm]:
-    """Every method at every alpha; methods without contrast once."""
-    free = [Arm(method, None) for method in methods if not METHODS[method].contrast]
-    return free + [Arm(method, alpha) for alpha in alphas for method in methods if METHODS[method].contrast]
+def arms(entries: list[Entry], alphas: list[float]) -> list[Arm]:
+    """Every entry at every alpha; methods without contrast once."""
+    free = [Arm(entry, None) for entry in entries if not METHODS[entry.method].contrast]
+    return free + [Arm(entry, alpha) for alpha in alphas for entry in entries if METHODS[entry.method].contrast]
 
 
 @dataclass(frozen=True)
@@ -50,10 +102,10 @@ class Contest:
 
     def answer(self, arm: Arm, prompt: Prompt, repeat: int = 0) -> dict:
         """One answer as a JSON-able dict: method, alpha, run, ids, rounds, seconds of prefill."""
-        settings = replace(self.settings, target=arm.target(self.temperature))
-        (made,) = decode(self.methods[arm.method], [replace(prompt, sample=repeat)], settings)
+        settings = replace(self.settings, target=arm.target(self.temperature), **arm.entry.changes)
+        (made,) = decode(self.methods[arm.entry.method], [replace(prompt, sample=repeat)], settings)
         return {
-            "method": arm.method,
+            "method": arm.entry.label,
             "alpha": arm.alpha,
             "run": run_name(arm.alpha, repeat),
             "prompt_id": prompt.id,
@@ -78,7 +130,7 @@ class Contest:
         expected = next((o for o in others if o["method"] == reference and o["run"] == made["run"]), None)
         if expected is None or expected is made:
             return made
-        target = Arm(made["method"], made["alpha"]).target(self.temperature)
+        target = Target(alpha=made["alpha"] or 0.0, temperature=self.temperature)
         models = [self.pair.expert] if made["alpha"] is None else [self.pair.expert, self.pair.amateur]
         seed = None if self.temperature == 0 else self.settings.seed
         keyed = replace(prompt, sample=made["sample"])

@@ -3,6 +3,7 @@
 import numpy as np
 
 from dcd_core import cost
+from diagnostics.forms import shape_of, split_label
 
 
 def pass_ms(times: dict[str, float], width: float) -> float:
@@ -40,22 +41,53 @@ def predicted_tokens_per_second(
         return 1000 * cost.cos(length, gamma, t_p, t_q1)
     if method == "dcd_ngram":
         return 1000 * cost.dcd(length, gamma, 0.0, t_p, t_q)
-    # the first of the gamma passes re-reads what was accepted, the others are one token or one level of a tree wide
-    drafter, wide = ("lm", 1) if method == "dcd_lm" else ("head", branch)
-    first, other = (pass_ms(latency[drafter], width) for width in (accepted_length + 1, wide))
-    t_e = (first + (gamma - 1) * other) / gamma
+    t_e = draft_ms(method, latency, accepted_length, gamma, branch)
     return 1000 * cost.dcd(length, gamma, t_e, t_p, 0.0 if method == "expert_sd" else t_q)
 
 
+def draft_ms(
+    method: str, latency: dict[str, dict[str, float]], accepted_length: float, gamma: int, branch: int
+) -> float:
+    """Mean milliseconds of one of the gamma passes of a drafter.
+
+    The first re-reads what was accepted, the others are one token or one level of a tree wide; n-grams cost none.
+    """
+    if method == "dcd_ngram":
+        return 0.0
+    drafter, wide = ("lm", 1) if method == "dcd_lm" else ("head", branch)
+    first, other = (pass_ms(latency[drafter], width) for width in (max(accepted_length, 0.0) + 1, wide))
+    return (first + (gamma - 1) * other) / gamma
+
+
+def predicted_blocks(
+    entry: dict, latency: dict[str, dict[str, float]], method: str, shape: tuple[int, int, int]
+) -> float:
+    """Tokens per second where the amateur judges blocks of several expert passes: the cost model with t_q once a block.
+
+    Args:
+        entry: of `summarise_rounds`; its accepted length, after what the amateur took back, and the mean block.
+        shape: depth, branch and node budget of the drafts.
+    """
+    gamma, branch, budget = shape
+    length = entry["accepted_length"]["estimate"]
+    share, block = entry["amateur_passes"] / entry["expert_passes"], entry["drafted_per_round"]
+    t_p, t_q = pass_ms(latency["expert"], budget + 1), pass_ms(latency["amateur"], block)
+    return 1000 * cost.dcd(length, gamma, draft_ms(method, latency, length, gamma, branch), t_p, share * t_q)
+
+
 def with_predictions(
-    entries: list[dict], latency: dict[str, dict[str, float]], gamma: int, branch: int = 1
+    entries: list[dict], latency: dict[str, dict[str, float]], gamma: int, branch: int = 1, nodes: int = 0
 ) -> list[dict]:
     """Entries of `summarise_rounds` with predicted tokens/s and speed-up over `cd`, and measured / predicted."""
     baseline = predicted_tokens_per_second("cd", latency, 0.0, gamma, 0.0)
     found = []
     for entry in entries:
         length, drafted = entry["accepted_length"]["estimate"], entry["drafted_per_round"]
-        speed = predicted_tokens_per_second(entry["method"], latency, length, gamma, drafted, branch)
+        method, shape = split_label(entry["method"])[0], shape_of(entry["method"], gamma, branch, nodes)
+        if entry.get("blocks"):
+            speed = predicted_blocks(entry, latency, method, shape)
+        else:
+            speed = predicted_tokens_per_second(method, latency, length, shape[0], drafted, shape[1])
         extra = {"predicted_tokens_per_second": speed}
         extra["measured_over_predicted_tokens"] = entry["tokens_per_second"]["estimate"] / speed
         if "speedup" in entry:

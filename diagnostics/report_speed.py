@@ -28,7 +28,9 @@ def speed_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     entries = summarise_rounds(records.rows, resamples, seed)
     latency = run.metrics.get("latency_ms", {})
     if "amateur" in latency:
-        entries = with_predictions(entries, latency, settings["gamma"])
+        entries = with_predictions(
+            entries, latency, settings["gamma"], settings.get("branch", 1), settings.get("nodes", 0)
+        )
     section = Section(f"Speed: {run.metrics.get('pair', run.name)}, on {run.metrics.get('dataset', 'unnamed prompts')}")
     section.headlines = speed_headlines(entries)
     if run.metrics.get("agreement"):

@@ -99,9 +99,12 @@ def test_tokens_are_one_more_than_the_sum_of_emitted(same, near, name, rule):
     for generation in decode(assembled(name, near, tiny_head(near)), PROMPTS, settings, max_batch=3):
         assert len(generation.ids) == 1 + sum(entry.emitted for entry in generation.rounds)
         for entry in generation.rounds:
-            assert 0 <= entry.accepted <= entry.drafted <= 3
+            assert 0 <= entry.accepted <= entry.drafted
             assert entry.accepted <= entry.emitted <= entry.accepted + 1
-        assert all(entry.emitted == entry.accepted + 1 for entry in generation.rounds[:-1])
+            assert entry.drafted <= 3 or name == "dcd_deferred", "a block may be longer than a draft"
+        for entry in generation.rounds[:-1]:
+            whole = name == "dcd_deferred" and entry.accepted == entry.drafted  # a block ends where it was judged
+            assert entry.emitted == entry.accepted + (not whole)
         if name in ("ar", "cd"):
             assert counts(generation) == [(0, 0, 1)] * (len(generation.ids) - 1)
 

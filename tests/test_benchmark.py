@@ -220,7 +220,7 @@ def test_first_difference_counts_an_early_end():
 
 def test_the_gap_at_a_difference_is_that_of_the_score():
     pair = tiny.tiny_pair()
-    target, prompt = contest.Arm("cd", 0.5).target(0.0), contest.Prompt("p", [2, 9, 11])
+    target, prompt = contest.Arm(contest.Entry.parse("cd"), 0.5).target(0.0), contest.Prompt("p", [2, 9, 11])
     ids = contest.decode(entry.assemble("cd", pair), [prompt], entry.Settings(target=target, max_new_tokens=4))[0].ids
     gap = top_two_gap([pair.expert, pair.amateur], target, prompt, ids[:2])
     assert gap > 0

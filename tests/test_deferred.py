@@ -32,8 +32,8 @@ def near():
 
 
 def settings(alpha=1.0, temperature=0.0, theta=0.2, **changes) -> Settings:
-    changes = {"max_new_tokens": LENGTH, "gamma": 3, "seed": 2, "saving": "deferred"} | changes
-    return Settings(Target(alpha=alpha, temperature=temperature), deferral=Deferral(theta=theta), **changes)
+    changes = {"max_new_tokens": LENGTH, "gamma": 3, "seed": 2, "saving": "deferred", "defer_theta": theta} | changes
+    return Settings(Target(alpha=alpha, temperature=temperature), **changes)
 
 
 def texts(done) -> list[list[int]]:
@@ -89,8 +89,7 @@ def test_blocks_are_counted_and_save_passes(near):
 
 
 def test_a_block_has_a_longest(near):
-    capped = settings(theta=2.0)
-    capped.deferral = Deferral(theta=2.0, most=2)
+    capped = settings(theta=2.0, defer_most=2)
     done = decode(assemble("cd", near_pair("llama3", 0.0)), PROMPTS, capped)
     assert {entry.drafted for generation in done for entry in generation.rounds[:-1]} == {2}
 

@@ -6,6 +6,7 @@ from tiny import tiny_causal_lm, tiny_model, tiny_pair
 
 from dcd_core.decode_types import Scorer
 from dcd_core.drafters.amateur import AmateurDrafter
+from dcd_core.drafters.cos import CosDrafter
 from dcd_core.drafters.eagle3 import Eagle3Drafter
 from dcd_core.drafters.hybrid import HybridDrafter
 from dcd_core.drafters.lm import LanguageModelDrafter
@@ -34,6 +35,8 @@ def parts():
         ("dcd_eagle3", Eagle3Drafter, 2),
         ("dcd_hybrid", HybridDrafter, 2),
         ("dcd_lm", LanguageModelDrafter, 2),
+        ("cos", CosDrafter, 2),
+        ("dcd_deferred", Eagle3Drafter, 2),
     ],
 )
 def test_who_drafts_and_who_scores(parts, name, drafter, scorers):
@@ -43,13 +46,14 @@ def test_who_drafts_and_who_scores(parts, name, drafter, scorers):
 
 
 def test_every_method_says_what_it_is():
-    assert set(METHODS) == {"ar", "cd", "expert_sd", "scd", "dcd_ngram", "dcd_eagle3", "dcd_hybrid", "dcd_lm"}
+    single = {"ar", "cd", "expert_sd", "scd", "cos"}
+    assert set(METHODS) == single | {f"dcd_{name}" for name in ("ngram", "eagle3", "hybrid", "lm", "deferred")}
     assert all(method.summary for method in METHODS.values())
 
 
 def test_an_unknown_method_is_refused(parts):
     with pytest.raises(
-        UserError, match="method 'dcd' is unknown; choose one of ar, cd, expert_sd, scd, dcd_ngram, dcd"
+        UserError, match="method 'dcd' is unknown; choose one of ar, cd, expert_sd, scd, cos, dcd_ngram, dcd"
     ):
         assemble("dcd", *parts)
 
@@ -58,7 +62,7 @@ def test_an_unknown_method_is_refused(parts):
 def test_other_scorers_take_the_amateur_s_place(parts, name):
     pair, head = parts
     contrast = three_models(tiny_model("smol", 3), tiny_model("smol", 4))
-    method = assemble(name, Pair(pair.expert, None, pair.tokenizer), head, contrast=contrast, lm=contrast[0])
+    method = assemble(name, Pair(pair.expert, None, pair.tokenizer), head, contrast=contrast, lm=contrast[0].model)
     assert method.scorers[0].model is pair.expert and method.scorers[0].prefix is None
     assert method.scorers[1:] == (contrast if METHODS[name].contrast else [])
     if METHODS[name].amateur_drafts:
