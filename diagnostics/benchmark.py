@@ -77,8 +77,8 @@ class Config(LoopFlags):
         for name, items in (("--methods", self.methods), ("--alphas", self.alphas)):
             if not items or len(set(items)) < len(items):
                 raise ValueError(f"{name} must name at least one, and none twice; got {items}")
-        _ = Settings(**self.loop), self.entries  # refused here if a value, a method or a form is none
         refuse_below(self, **LEAST)
+        _ = Settings(**self.loop), self.entries  # refused here if a value, a method or a form is none
         if min(self.alphas) < 0:
             raise ValueError(f"--alphas must be 0 or more, got {self.alphas}")
 
@@ -95,6 +95,9 @@ class Config(LoopFlags):
 
 # an answer's first token belongs to the prefill, so one token makes no round
 LEAST = {
+    "gamma": 1,
+    "branch": 1,
+    "nodes": 0,
     "max_new_tokens": 2,
     "repeats": 1,
     "resamples": 1,

@@ -1,5 +1,7 @@
 """Methods take turns on one prompt after another; each answer is kept with its rounds and what it agrees with."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 

@@ -100,6 +100,8 @@ def _answer(method, length, alpha, repeat, prompt, gamma, tokens, generator):
                 "expert_s": 0.038 * noise,
                 "amateur_s": 0.0 if method in ("ar", "expert_sd", "scd") else 0.022 * noise,
                 "rest_s": 0.002 * noise,
+                "expert_passes": 1,
+                "amateur_passes": 1,
             }
         )
         done += emitted

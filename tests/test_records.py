@@ -31,10 +31,11 @@ def test_what_was_written_is_read(tmp_path, columns):
 
 def test_rounds_have_the_columns_of_the_on_disk_contract(tmp_path):
     names = "run method prompt_id sample round drafted accepted emitted draft_s expert_s amateur_s rest_s"
+    names += " expert_passes amateur_passes"
     assert [c.name for c in ROUNDS] == names.split()
     table = synthetic_records.rounds(prompts=2, repeats=1)
     write_records(tmp_path / "rounds.parquet", "rounds", table, PROVENANCE)
-    assert read_records(tmp_path / "rounds.parquet", "rounds").rows.shape == (len(table["run"]), 12)
+    assert read_records(tmp_path / "rounds.parquet", "rounds").rows.shape == (len(table["run"]), 14)
 
 
 def test_every_column_says_its_unit_and_meaning():

@@ -12,7 +12,7 @@ def table(*rows):
     names = ("alpha", "method", "prompt_id", "drafted", "accepted", "emitted", "expert_s")
     frame = pd.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
     frame["run"] = [run_name(alpha if alpha == alpha else None, 0) for alpha in frame.pop("alpha")]
-    return frame.assign(sample=0, round=0, draft_s=0.0, amateur_s=0.0, rest_s=0.0)
+    return frame.assign(sample=0, round=0, draft_s=0.0, amateur_s=0.0, rest_s=0.0, expert_passes=1, amateur_passes=1)
 
 
 ROWS = (
@@ -72,3 +72,15 @@ def test_positions_never_reached_are_left_out():
 def test_a_foreign_run_name_is_refused():
     with pytest.raises(UserError, match="run 'first try' is not named"):
         summarise_rounds(table(*ROWS).assign(run="first try"), resamples=10)
+
+
+def test_blocks_count_expert_passes_and_what_the_amateur_took_back():
+    """Two blocks: 5 tokens of 2 expert passes that all stood, and 3 of 7 tokens (3 passes) and the amateur's own."""
+    blocks = table((0.5, "dcd_deferred", "p", 5, 5, 5, 0.5), (0.5, "dcd_deferred", "p", 7, 3, 4, 0.7))
+    blocks["expert_passes"] = [2, 3]
+    (found,) = summarise_rounds(blocks, resamples=10)
+    assert found["blocks"] and found["flips"] == 1
+    assert found["expert_passes"] == 5 and found["amateur_passes"] == 2
+    assert found["tokens_per_round"]["estimate"] == pytest.approx(9 / 5)
+    assert found["accepted_length"]["estimate"] == pytest.approx(4 / 5)
+    assert found["acceptance_by_position"] == [] and found["draft_step_ms"] == 0.0
