@@ -25,7 +25,7 @@ RUN := $(VENV)/bin/python
 OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py tests/test_batch.py tests/test_decode_types.py \
   tests/test_custom_generate.py
 
-.PHONY: help setup test test-newest test-oldest quality demo certify identity speed head-300k clean
+.PHONY: help setup test test-newest test-oldest quality demo certify identity speed decoders head-300k clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -80,6 +80,9 @@ identity: demo ## does every method write vanilla contrastive decoding's very te
 
 speed: demo ## speed-up table of the demo's pair in bf16, greedy and sampled (about 25 min on an idle machine)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/speed.yaml
+
+decoders: demo ## every decoder on the demo's pair: trees, hybrid, deferred, batches, overhead (about 80 min, idle)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/decoders.yaml
 
 head-300k: demo ## a head trained on 300 k tokens, and its accepted length on the way (about 60 min)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/head_300k.yaml
