@@ -1,4 +1,4 @@
-"""Part four of the certificate: negative controls. Each fault must be caught by the test that the shipped loop passes."""
+"""Part four of the certificate: negative controls. A fault must be caught by the test that the shipped loop passes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ CONTROLS = (
     Control("residual from the expert", in_batch(faults.ResidualFromExpert)),
     Control("sign of alpha flipped", faults.flipped_alpha),
     Control("amateur one token late", in_batch(faults.AmateurLate)),
-    Control("stopping token dropped", in_drafts(faults.without_stopping_token), settings={"gamma": 2, "stop_below": 0.3}),
+    Control(
+        "stopping token dropped", in_drafts(faults.without_stopping_token), settings={"gamma": 2, "stop_below": 0.3}
+    ),
     Control("siblings re-sorted after sampling", in_drafts(faults.resorted_siblings), "", settings=SIBLINGS),
     Control("siblings pruned after sampling", in_drafts(faults.pruned_siblings), "", settings=SIBLINGS),
     Control("roles swapped in CoS", in_batch(faults.RolesSwapped), "cos"),

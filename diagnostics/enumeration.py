@@ -198,7 +198,9 @@ def enumerate_rounds(
     cases = [(prefix, probability, tree) for prefix in places for probability, tree in drafts(prefix)]
     prefixes, weights, trees = (list(column) for column in zip(*cases, strict=True))
     target, draft = table(prefixes, trees, rows), batch_drafts(trees, vocab, rule)
-    walked = noise_outcomes(target, draft, judge) if rule == "shared_noise" else outcomes(target, draft, siblings, judge)
+    walked = (
+        noise_outcomes(target, draft, judge) if rule == "shared_noise" else outcomes(target, draft, siblings, judge)
+    )
     rounds: dict[Prefix, dict[Prefix, float]] = {place: {} for place in places}
     branches = 0
     for tokens, probability in walked:

@@ -1,8 +1,8 @@
 """Faults that were seen in the wild, each injected into the shipped loop: a patched method of a shipped class, never a
 second implementation.
 
-Every fault is a context manager ``fault(method, settings)`` that yields the method and settings to decode with; inside, the
-loop has the fault.
+Every fault is a context manager ``fault(method, settings)`` that yields the method and settings to decode with; inside,
+the loop has the fault.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ def resorted_siblings(draft: Draft, settings: Settings) -> Draft:
     for node in range(draft.nodes):
         laws.append(left / left.sum(-1, keepdim=True).clamp_min(1e-300))
         left = left.scatter(1, tokens[:, node, None], 0.0)
-    return dataclasses.replace(
-        draft, tokens=tokens, valid=draft.valid.gather(1, order), probs=torch.stack(laws, dim=1)
-    )
+    return dataclasses.replace(draft, tokens=tokens, valid=draft.valid.gather(1, order), probs=torch.stack(laws, dim=1))
 
 
 def pruned_siblings(draft: Draft, settings: Settings) -> Draft:
@@ -148,8 +146,8 @@ class AmateurLate(Batch):
 
 
 class RolesSwapped(Batch):
-    """Expert and amateur have changed places in every second round, as where roles alternate and the order of the models
-    is not restored [seen in public CoS code]."""
+    """Expert and amateur have changed places in every second round, as where roles alternate and the order of the
+    models is not restored [seen in public CoS code]."""
 
     rounds = 0
 

@@ -1,7 +1,7 @@
 """Texts written two ways that must be the same: by a method, and by what it is held against.
 
-`ar` is held against the generate method of stock transformers, `cd` against a cache-free loop over the two stock models,
-every other contrastive method against `cd`, the others against `ar`.
+`ar` is held against the generate method of stock transformers, `cd` against a cache-free loop over the two stock
+models, every other contrastive method against `cd`, the others against `ar`.
 """
 
 from __future__ import annotations

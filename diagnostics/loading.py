@@ -37,6 +37,7 @@ def _head_for(pair: Pair, folder: str) -> Eagle3Head:
         )
     return head
 
+
 def put_together(name: str, pair: Pair, head: Eagle3Head | None, lm: LanguageModel | None = None) -> Assembled:
     """Any method, with the head and a small language model (by default the amateur, which is one) for those that draft
     with them."""

@@ -18,7 +18,7 @@ from dcd_core.errors import UserError
 from dcd_core.methods import METHODS, Method
 from diagnostics import certificate_controls, certificate_laws
 from diagnostics.certificate_controls import CONTROLS, Control, controlled
-from diagnostics.certificate_laws import TARGETS, Laws, law_cases, offers, samples_of, toy_method, toy_settings
+from diagnostics.certificate_laws import TARGETS, Laws, law_cases, offers, toy_method, toy_settings
 from diagnostics.certificate_page import Line, render, summary, table_of
 from diagnostics.faults import no_fault
 from diagnostics.toy_pair import DRAFTED, PROMPT, VOCAB, counted, exact_law, texts, toy_pair
@@ -60,7 +60,11 @@ def test_the_shipped_code_is_certified(quick):
 
 
 def test_every_rule_of_every_method_is_there_with_and_without_a_cutoff(quick, toy):
-    found = {(line["name"], line["figures"]["rule"], line["figures"]["target"]) for line in read(quick) if line["part"] == "laws"}
+    found = {
+        (line["name"], line["figures"]["rule"], line["figures"]["target"])
+        for line in read(quick)
+        if line["part"] == "laws"
+    }
     for name in METHODS:
         for rule in certificate_laws.rules_of(toy_method(name, toy).drafter):
             for target in TARGETS:
@@ -92,7 +96,7 @@ def small(monkeypatch):
     """A certificate of a few lines."""
     monkeypatch.setattr(entry, "CASES", entry.CASES[:1])
     monkeypatch.setattr(entry, "CONTROLS", entry.CONTROLS[:1])
-    monkeypatch.setattr(entry, "law_cases", lambda toy, seed: [])
+    monkeypatch.setattr(entry, "law_cases", lambda toy, seed, quick: [])
 
 
 def test_a_failing_line_makes_the_exit_code_1(tmp_path, monkeypatch, capsys):
@@ -253,7 +257,10 @@ def test_what_a_method_offers_is_found_out(toy):
 
 def test_methods_join_by_being_in_the_table(toy, monkeypatch):
     monkeypatch.setitem(METHODS, "another", METHODS["dcd_ngram"])
-    assert {case.rule for case in law_cases(toy, 0) if case.method == "another"} == {"deterministic", "shared_noise"}
+    assert {case.rule for case in law_cases(toy, 0, True) if case.method == "another"} == {
+        "deterministic",
+        "shared_noise",
+    }
 
 
 def test_a_control_that_is_not_caught_fails(toy):
@@ -300,14 +307,14 @@ def test_controls_of_siblings_are_caught(toy, monkeypatch, name):
     monkeypatch.setattr(certificate_controls, "METHODS", {"siblings": method} | METHODS)
     monkeypatch.setitem(METHODS, "siblings", method)
     control = next(control for control in CONTROLS if control.name == name)
-    line = controlled(control, Laws(toy, 0, samples_of(quick=True), 0))
+    line = controlled(control, Laws(toy, 0, 2048, 0))
     assert line.figures["method"] == "siblings" and line.passed
 
 
 def test_swapped_roles_are_caught(toy, monkeypatch):
     """In any method with two models, so in CoS too."""
     control = next(control for control in CONTROLS if control.method == "cos")
-    line = controlled(dataclasses.replace(control, method="scd"), Laws(toy, 0, samples_of(quick=True), 0))
+    line = controlled(dataclasses.replace(control, method="scd"), Laws(toy, 0, 2048, 0))
     assert line.passed
 
 

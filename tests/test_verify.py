@@ -6,6 +6,10 @@ That it is lossless is test_lossless.py's.
 import numpy as np
 import pytest
 import torch
+
+from dcd_core.draft import Draft
+from dcd_core.sampling import gumbel, row_key
+from dcd_core.verify import Uniforms, verify
 from diagnostics.enumeration import batch_drafts, target_rows
 from diagnostics.proposals import (
     TARGETS,
@@ -14,10 +18,6 @@ from diagnostics.proposals import (
     ngram_like,
     top_tree,
 )
-
-from dcd_core.draft import Draft
-from dcd_core.sampling import gumbel, row_key
-from dcd_core.verify import Uniforms, verify
 
 # ---- shared noise ----------------------------------------------------------------------------------------------------
 
