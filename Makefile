@@ -22,7 +22,8 @@ STAMP_MIN := $(VENV_MIN)/.ready-$(KEY)
 RUN := $(VENV)/bin/python
 
 # The tests that must also pass on the oldest supported transformers.
-OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py tests/test_batch.py tests/test_decode_types.py
+OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py tests/test_batch.py tests/test_decode_types.py \
+  tests/test_custom_generate.py
 
 .PHONY: help setup test test-newest test-oldest quality demo certify identity speed head-300k clean
 

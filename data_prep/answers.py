@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from data_prep.chat_template import Chat, Messages, TemplateError
 from data_prep.messages import Skip
+from dcd_core.chat import Chat, Messages, TemplateError
 from dcd_core.decode import Generation, Prompt
 
 # Stands for every answer when rendered texts are compared; a text that no template trims or rewrites.

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from data_prep.answers import Work, answer_batch, plan
-from data_prep.chat_template import Chat, template_arguments
 from data_prep.finished import check_outputs, is_finished, report_path
 from data_prep.messages import read_conversations
 from data_prep.resumable import PartialFile
+from dcd_core.chat import Chat, template_arguments
 from dcd_core.config import parse_config, refuse_below, run_entry
 from dcd_core.contrast import Target
 from dcd_core.decode import Generation, Prompt, Settings, decode

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.chat_template import Chat, TemplateError, template_arguments
 from data_prep.messages import Skip, placed_conversations
 from data_prep.token_files import Sample, read_metadata, span_fault, write_tokens
+from dcd_core.chat import Chat, TemplateError, template_arguments
 from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import check_output_file, file_hash

@@ -8,7 +8,6 @@ or past max_new_tokens are not accepted, so tokens = 1 + the sum of emitted.
 
 from __future__ import annotations
 
-import time
 from copy import copy
 
 import torch
@@ -16,11 +15,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dcd_core.cache import KVCache
-from dcd_core.contrast import scores, target_log_probs
 from dcd_core.decode_types import Assembled, Generation, Prompt, Round, Settings
 from dcd_core.draft import Draft
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.errors import UserError
+from dcd_core.rounds import Clock, PassInputs, along_path, commit_draft, target_rows
 from dcd_core.sampling import row_key
 from dcd_core.verify import Uniforms, Verdict, verify
 
@@ -39,6 +38,7 @@ class Batch:
         self.capacities = capacities or batch_capacities(method, prompts, settings)
         self.caches: list[KVCache] = []
         self.device = self.scorers[0].model.device
+        settings.target.model_weights(len(self.scorers))  # refuses a wrong number of models before any pass
         self.rule = resolve_rule(self.drafter, settings)
         self.late = [False] * len(prompts)
         self.late_bad: Bool[Tensor, " batch"] | None = None
@@ -103,22 +103,21 @@ class Batch:
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
+    def _written(self) -> list[int]:
+        """Tokens that every row has so far."""
+        return [len(generation.ids) + late for generation, late in zip(self.active, self.late, strict=True)]
+
     def _noise(self, count: int) -> RoundNoise:
-        start = [len(generation.ids) + late for generation, late in zip(self.active, self.late, strict=True)]
-        positions = torch.tensor(start, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        positions = torch.tensor(self._written(), device=self.device)[:, None]
+        positions = positions + torch.arange(count, device=self.device)
         return RoundNoise(self.keys, positions, self.settings.target.temperature, self.rule)
 
     def _judge(
         self, rows: list[Float[Tensor, "batch rows vocab"]], draft: Draft, noise: RoundNoise
     ) -> tuple[Verdict, Bool[Tensor, " batch"]]:
         """The verdict on a draft from the scorers' rows, and which rows of the batch hold NaN or +inf."""
-        target = self.settings.target
-        if target.temperature == 0:
-            peak, judged = scores(rows, target).max(-1)
-        else:
-            judged = target_log_probs(rows, target)
-            peak = judged.amax(-1)
-        return verify(judged, draft, self._uniforms(judged, draft, noise)), (~peak.isfinite()).any(-1)
+        judged, bad = target_rows(rows, self.settings.target)
+        return verify(judged, draft, self._uniforms(judged, draft, noise)), bad
 
     def _uniforms(self, judged: Tensor, draft: Draft, noise: RoundNoise) -> Uniforms | None:
         if not judged.is_floating_point():
@@ -131,46 +130,47 @@ class Batch:
     def round(self) -> list[tuple[Generation, list[int]]]:
         """Draft, score, verify, keep: at least one token for every row."""
         clock = Clock(self.device, self.settings.timing)
-        noise = self._noise(self.settings.shape.depth + 1)
-        draft = self.drafter.propose(self.root, noise, self.settings.shape)
-        clock.lap("draft")
-        tokens = torch.cat([self.root[:, None], draft.tokens], dim=1)
-        tree_mask = None if draft.linear else draft.ancestor_mask()
-        depths = None if draft.linear else torch.nn.functional.pad(draft.depths(), (1, 0))
+        noise, draft = self._draft(clock)
         rows, features = [], None
+        inputs = PassInputs.of(self.root, draft)
         for index, scorer in enumerate(self.scorers):
             if index == 1 and self.drafter.scores_amateur:
                 rows.append(self.drafter.rows)
                 continue
-            wants = index == 0 and self.drafter.needs_features
-            output = scorer.model.forward(
-                tokens, self.caches[index], tree_mask=tree_mask, depths=depths, features=wants
-            )
-            features = output.features if wants else features
+            output = inputs.run(scorer.model, self.caches[index], index == 0 and self.drafter.needs_features)
+            features = output.features if index == 0 else features
             rows.append(output.logits)
             clock.lap("expert" if index == 0 else "amateur")
         width = min(row.shape[1] for row in rows)
         verdict, bad = self._judge([row[:, :width] for row in rows], draft, noise)
         for flagged in (self.late_bad, self.drafter.suspect):
             bad = bad if flagged is None else bad | flagged
-        host = torch.cat(
-            [self.root[:, None], bad[:, None], draft.valid.sum(1, keepdim=True), verdict.accepted[:, None]]
-            + [verdict.tokens],
-            dim=1,
-        ).tolist()  # the round's one copy from device to host
+        host = self._to_host(bad, draft, verdict)
         self._refuse_bad([row[1] for row in host])
         accepted = [row[3] for row in host]
         self.late_bad, late = None, [False] * len(host)
         clock.lap("rest")
         if width == draft.nodes:
-            late = self._finish_late(draft, rows[0], verdict, accepted, noise)
+            late = self._finish_late(draft, rows, verdict, accepted, noise)
             clock.lap("amateur")
         self.root = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         self._commit(draft, verdict, host, features)
-        return self._account(host, late, clock)
+        return self._account(host, late, clock, self.drafter.amateur_passes)
+
+    def _to_host(self, bad: Bool[Tensor, " batch"], draft: Draft, verdict: Verdict) -> list[list[int]]:
+        """The round's one copy from device to host: per row [root, bad, drafted, accepted, tokens ...]."""
+        drafted = draft.valid.sum(1, keepdim=True)
+        numbers = [self.root[:, None], bad[:, None], drafted, verdict.accepted[:, None], verdict.tokens]
+        return torch.cat(numbers, dim=1).tolist()
+
+    def _draft(self, clock: Clock) -> tuple[RoundNoise, Draft]:
+        noise = self._noise(self.settings.shape.depth + 1)
+        draft = self.drafter.propose(self.root, noise, self.settings.shape)
+        clock.lap("draft")
+        return noise, draft
 
     def _finish_late(
-        self, draft: Draft, expert: Tensor, verdict: Verdict, accepted: list[int], noise: RoundNoise
+        self, draft: Draft, rows: list[Tensor], verdict: Verdict, accepted: list[int], noise: RoundNoise
     ) -> list[bool]:
         """Delayed drafting: rows that accepted everything still need the target row after their last draft.
 
@@ -179,11 +179,12 @@ class Batch:
         """
         late = [count == draft.nodes for count in accepted]
         if any(late):
-            row = self.drafter.late_row(draft.tokens[:, -1], late)
             noise = RoundNoise(noise.keys, noise.positions[:, -1:], noise.temperature, noise.rule)
-            empty = Draft.empty(len(late), self.device, self.rule)
-            final, bad = self._judge([expert[:, -1:], row], empty, noise)
+            last = [row[:, -1:] for row in rows]
+            last[1], offer = self.drafter.late_row(draft.tokens[:, -1], late, last[0], noise)
+            final, bad = self._judge(last, offer, noise)
             where = torch.tensor(late, device=self.device)
+            self.drafter.finish_late(late, final)
             self.late_bad = bad & where
             verdict.tokens[:, -1] = torch.where(where, final.tokens[:, 0], verdict.tokens[:, -1])
         return late
@@ -194,18 +195,19 @@ class Batch:
         for index, cache in enumerate(self.caches):
             if index == 1 and self.drafter.scores_amateur:
                 continue
-            if draft.linear:
-                cache.commit(counts)
-            else:
-                cache.commit_path(verdict.path, counts)
-        if features is not None and not draft.linear:
-            features = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+            commit_draft(cache, draft, verdict, counts)
+        self._tell(verdict, host, counts, None if features is None else along_path(features, draft, verdict))
+
+    def _tell(self, verdict: Verdict, host: list[list[int]], counts: list[int], features: Tensor | None) -> None:
+        """Tell the drafter what the round emitted."""
         emitted = [row[4 : 4 + count] for row, count in zip(host, counts, strict=True)]
         self.drafter.observe(Accepted(verdict.tokens, counts, emitted, features))
 
     # ---- accounting ----------------------------------------------------------------------------------------------
 
-    def _account(self, host: list[list[int]], late: list[bool], clock: Clock) -> list[tuple[Generation, list[int]]]:
+    def _account(
+        self, host: list[list[int]], late: list[bool], clock: Clock, amateur_passes: int
+    ) -> list[tuple[Generation, list[int]]]:
         """Turn the round's copy [root, bad, drafted, accepted, tokens ...] into tokens and a record per row."""
         clock.lap("rest")
         seconds = clock.laps
@@ -224,6 +226,7 @@ class Batch:
                         expert_s=seconds["expert"],
                         amateur_s=seconds["amateur"],
                         rest_s=seconds["rest"],
+                        amateur_passes=amateur_passes,
                     )
                 )
                 known = known + fresh
@@ -256,6 +259,10 @@ class Batch:
         keep = [index for index, generation in enumerate(self.active) if not generation.finish]
         if len(keep) == len(self.active):
             return
+        self._keep(keep)
+
+    def _keep(self, keep: list[int]) -> None:
+        """These rows stay; the others have left the batch."""
         self.active = [self.active[index] for index in keep]
         self.prompts = [self.prompts[index] for index in keep]
         self.late = [self.late[index] for index in keep]
@@ -275,28 +282,6 @@ def batch_capacities(method: Assembled, prompts: list[Prompt], settings: Setting
     budget = settings.max_new_tokens + method.drafter.most_nodes(settings.shape) + 2
     longest = [max((len(scorer.prefix_ids(prompt)) for prompt in prompts), default=0) for scorer in method.scorers]
     return [length + budget for length in longest]
-
-
-class Clock:
-    """Seconds of the phases of a round; with ``synchronise`` the device is waited for at every lap."""
-
-    def __init__(self, device: torch.device, synchronise: bool):
-        self.synchronise = synchronise and device.type == "cuda"
-        self.laps = {"draft": 0.0, "expert": 0.0, "amateur": 0.0, "rest": 0.0}
-        self.start = self.last = self._now()
-
-    def _now(self) -> float:
-        if self.synchronise:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = self._now()
-        self.laps[phase] += now - self.last
-        self.last = now
-
-    def total(self) -> float:
-        return self._now() - self.start
 
 
 def resolve_rule(drafter: Drafter, settings: Settings) -> str:

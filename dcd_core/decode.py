@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 
 from dcd_core.batch import Batch, batch_capacities
 from dcd_core.decode_types import Assembled, Generation, Prompt, Round, Scorer, Settings
+from dcd_core.deferred import DeferredBatch
 from dcd_core.errors import UserError
+from dcd_core.lazy import LazyBatch
 
 __all__ = ["Assembled", "Generation", "Prompt", "Round", "Scorer", "Settings", "check_prompt", "decode", "stream"]
 
@@ -52,13 +54,14 @@ def stream(
     Finished rows leave the batch and waiting prompts enter it, an eighth of the batch at a time.
     """
     capacities = batch_capacities(method, prompts, settings)
+    make = batch_class(method, settings)
     waiting = deque(enumerate(prompts))
     batch = None
     while waiting or (batch and batch.active):
         free = max_batch - (len(batch.active) if batch else 0)
         if waiting and (free >= max(1, max_batch // 8)):
             entering = [waiting.popleft() for _ in range(min(free, len(waiting)))]
-            fresh = Batch(method, [prompt for _, prompt in entering], settings, capacities)
+            fresh = make(method, [prompt for _, prompt in entering], settings, capacities)
             for generation, (index, _) in zip(fresh.active, entering, strict=True):
                 generation.index = index
             yield fresh.prefill()
@@ -68,6 +71,22 @@ def stream(
                 batch.absorb(fresh)
         else:
             yield batch.round()
+
+
+def batch_class(method: Assembled, settings: Settings) -> type[Batch]:
+    """How the amateur's passes are placed: in every round, or saved (:attr:`Settings.saving`).
+
+    A method that never asks the amateur has nothing to save.
+
+    Raises:
+        UserError: a saving for a method whose drafts are the amateur's own.
+    """
+    saving = method.saving or settings.saving
+    if saving == "none" or len(method.scorers) == 1:
+        return Batch
+    if method.drafter.scores_amateur:
+        raise UserError(f"method {method.name} drafts with the amateur, so its passes cannot be saved; use saving none")
+    return {"lazy": LazyBatch, "deferred": DeferredBatch}[saving]
 
 
 def check_prompt(scorers: list[Scorer], prompt: Prompt, max_new_tokens: int) -> None:

@@ -9,7 +9,10 @@ from dcd_core.contrast import Target
 from dcd_core.draft import Shape
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
+from dcd_core.flip_risk import Deferral
 from dcd_core.models import LanguageModel
+
+SAVINGS = ("none", "lazy", "deferred")
 
 
 @dataclass
@@ -30,6 +33,9 @@ class Settings:
         stop_ids: a row ends with the first of these, inclusive.
         gamma: longest drafted path (a drafter may propose less).
         branch, nodes, stop_below: the rest of the draft's shape (:class:`dcd_core.draft.Shape`).
+        saving: how the amateur's passes are saved, exactly: ``none``, ``lazy`` (:mod:`dcd_core.lazy`, with
+            a cutoff) or ``deferred`` (:mod:`dcd_core.deferred`).
+        deferral: when deferred judging calls the amateur.
         rule: ``auto`` (deterministic at T = 0, else the drafter's own), or one of :data:`dcd_core.draft.RULES`.
         timing: synchronise the device around every phase, so that the seconds of a round are true.
     Raises:
@@ -44,6 +50,8 @@ class Settings:
     branch: int = 1
     nodes: int = 0
     stop_below: float = 0.0
+    saving: str = "none"
+    deferral: Deferral = field(default_factory=Deferral)
     rule: str = "auto"
     timing: bool = False
 
@@ -58,6 +66,8 @@ class Settings:
             raise UserError(f"nodes must be 0 (depth times branch) or more, got {self.nodes}")
         if not 0 <= self.stop_below < 1:
             raise UserError(f"stop_below is a probability in [0, 1), got {self.stop_below}")
+        if self.saving not in SAVINGS:
+            raise UserError(f"saving {self.saving!r} is unknown; choose {', '.join(SAVINGS)}")
         if self.rule not in ("auto", "sampled", "deterministic", "shared_noise"):
             raise UserError(f"rule {self.rule!r} is unknown; choose auto, sampled, deterministic or shared_noise")
 
@@ -69,7 +79,10 @@ class Settings:
 
 @dataclass
 class Round:
-    """One round of one row. Seconds are the batch's; ``emitted`` counts accepted drafts and the extra token."""
+    """One round of one row. Seconds are the batch's; ``emitted`` counts accepted drafts and the extra token.
+
+    Under deferred judging a round is a block: ``drafted`` are its provisional tokens, ``expert_passes`` more than one.
+    """
 
     drafted: int
     accepted: int
@@ -78,6 +91,8 @@ class Round:
     expert_s: float
     amateur_s: float
     rest_s: float
+    expert_passes: int = 1
+    amateur_passes: int = 1
 
 
 @dataclass
@@ -111,8 +126,10 @@ class Scorer:
 
 @dataclass
 class Assembled:
-    """A method put together: its scorers (expert first) and its drafter."""
+    """A method put together: its scorers (expert first), its drafter, and the saving that makes it what it is (None:
+    the settings' own)."""
 
     name: str
     scorers: list[Scorer]
     drafter: Drafter
+    saving: str | None = None

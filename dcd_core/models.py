@@ -49,11 +49,11 @@ def refuse_unsupported(config, name: str) -> None:
     """Refuse what the 4D masks of the cache cannot serve.
 
     Raises:
-        UserError: flash attention, or layers with a sliding window.
+        UserError: another attention than sdpa, or layers with a sliding window.
     """
     attention = getattr(config, "_attn_implementation", None) or ""
-    if "flash" in attention:
-        raise UserError(f"{name}: {attention} ignores 4D attention masks; load the model with attn_implementation=sdpa")
+    if attention not in ("", "sdpa"):  # flash ignores such masks, eager would add them to the scores
+        raise UserError(f"{name}: {attention} attention takes no 4D bool masks; load it with attn_implementation=sdpa")
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
     window = getattr(config, "sliding_window", None)
     if sliding or (window is not None and getattr(config, "use_sliding_window", True)):
@@ -87,8 +87,10 @@ class LanguageModel:
                 f"{self.name}: feature_layers {taps} must be three ascending layers between 1 and {layers - 1}"
             )
         self._taps: dict[int, Tensor] | None = None
-        for index in self.feature_layers or ():
+        self._hooks = [
             model.model.layers[index].register_forward_pre_hook(self._tap(index), with_kwargs=True)
+            for index in self.feature_layers or ()
+        ]
         parameters = inspect.signature(type(model.model).forward).parameters
         # transformers renamed the keyword within the 5.x series
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
@@ -99,6 +101,11 @@ class LanguageModel:
                 self._taps[index] = args[0] if args else kwargs["hidden_states"]
 
         return hook
+
+    def release(self) -> None:
+        """Take the taps out of the model again; this wrapper gives no features any more."""
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def device(self) -> torch.device:
@@ -124,9 +131,15 @@ class LanguageModel:
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache.for_config(self.config, batch, capacity, self.dtype, self.device)
 
-    def output_layer(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        """Logits over the real ids in fp32 (fp64 stays fp64)."""
-        logits = self.model.lm_head(hidden)[..., : self.vocab]
+    def output_layer(
+        self, hidden: Float[Tensor, "*batch hidden"], ids: Int[Tensor, " ids"] | None = None
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Logits over the real ids, or over some of them, in fp32 (fp64 stays fp64)."""
+        head = self.model.lm_head
+        if ids is None:
+            logits = head(hidden)[..., : self.vocab]
+        else:
+            logits = nn.functional.linear(hidden, head.weight[ids], None if head.bias is None else head.bias[ids])
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
@@ -276,22 +289,36 @@ def id_table(tokenizer) -> list[str | None]:
     return [by_id.get(index) for index in range(max(by_id) + 1)]
 
 
-def shared_vocabulary(expert_tokenizer, amateur_tokenizer) -> int:
+def shared_vocabulary(expert_tokenizer, other_tokenizer, other: str = "the amateur") -> int:
     """Number of real ids that both tokenizers share, compared id by id.
 
+    Args:
+        other: what messages call the second model.
     Raises:
         UserError: the first id whose string differs, or that only one of them has.
     """
-    expert, amateur = id_table(expert_tokenizer), id_table(amateur_tokenizer)
-    for index in range(max(len(expert), len(amateur))):
+    expert, second = id_table(expert_tokenizer), id_table(other_tokenizer)
+    for index in range(max(len(expert), len(second))):
         left = expert[index] if index < len(expert) else None
-        right = amateur[index] if index < len(amateur) else None
+        right = second[index] if index < len(second) else None
         if left != right:
             raise UserError(
-                f"expert and amateur have different vocabularies: id {index} is {left!r} for the expert and "
-                f"{right!r} for the amateur; a contrast needs one shared vocabulary"
+                f"the expert and {other} have different vocabularies: id {index} is {left!r} for the expert and "
+                f"{right!r} for {other}; a contrast needs one shared vocabulary"
             )
     return len(expert)
+
+
+def cut_to_vocabulary(model: LanguageModel, vocab: int, role: str) -> None:
+    """Cut a model's logits to the shared real ids.
+
+    Raises:
+        UserError: it gives fewer.
+    """
+    width = model.config.vocab_size
+    if width < vocab:
+        raise UserError(f"{role} {model.name} gives {width} logits, fewer than the {vocab} ids of its tokenizer")
+    model.vocab = vocab
 
 
 def load_pair(
@@ -313,11 +340,21 @@ def load_pair(
     models = [load_model(expert, dtype, device, feature_layers)]
     if amateur:
         models.append(load_model(amateur, dtype, device))
-    for role, model in zip(("expert", "amateur"), models, strict=False):
-        width = model.config.vocab_size
-        if width < vocab:
-            raise UserError(
-                f"the {role} {model.name} gives {width} logits, fewer than the {vocab} ids of its tokenizer"
-            )
-        model.vocab = vocab
+    for role, model in zip(("the expert", "the amateur"), models, strict=False):
+        cut_to_vocabulary(model, vocab, role)
     return Pair(models[0], models[1] if amateur else None, tokenizer)
+
+
+def load_scorer(name_or_path: str, pair: Pair) -> LanguageModel:
+    """Load a further model that is to work with a pair: a second small model of a three-model target, or a small model
+    that drafts. It gets the expert's dtype and device, and its logits are cut to the same real ids.
+
+    Raises:
+        UserError: see :func:`load_model` and :func:`shared_vocabulary`; vocabularies are compared before weights are
+            read.
+    """
+    vocab = shared_vocabulary(pair.tokenizer, load_tokenizer(name_or_path), name_or_path)
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == pair.expert.dtype)
+    model = load_model(name_or_path, dtype, str(pair.expert.device))
+    cut_to_vocabulary(model, vocab, "the model")
+    return model

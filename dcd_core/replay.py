@@ -25,15 +25,27 @@ class Rollout:
     features: Float[Tensor, "position features"]
 
 
-@torch.no_grad()
-def matching_drafts(
-    head: Eagle3Head, embedding: nn.Embedding, rollout: Rollout, gamma: int, vocab: int | None = None
-) -> Int[Tensor, " root"]:
-    """For every possible root of a round, how many of its ``gamma`` greedy drafts agree with the rollout before the
-    first that does not.
+@dataclass
+class Drafts:
+    """The greedy drafts of every possible root of a round, held against the rollout.
 
     Entry k belongs to the root at position ``prompt_length + k``, i.e. to the head's row one before it; the last token
-    of the text is no root. Drafts past the end of the text never agree.
+    of the text is no root.
+
+    Attributes:
+        agreed: how many drafts agree before the first that does not; drafts past the end of the text never agree.
+        log_probs: log-probability of every draft under the head.
+    """
+
+    agreed: Int[Tensor, " root"]
+    log_probs: Float[Tensor, "root gamma"]
+
+
+@torch.no_grad()
+def draft_everywhere(
+    head: Eagle3Head, embedding: nn.Embedding, rollout: Rollout, gamma: int, vocab: int | None = None
+) -> Drafts:
+    """``gamma`` greedy drafts from every root of a rollout, all roots in parallel.
 
     Args:
         vocab: number of the expert's real ids; a head that also has its padded ids does not propose those.
@@ -41,12 +53,17 @@ def matching_drafts(
     length, first = len(rollout.ids), rollout.prompt_length
     roots = torch.arange(first, length - 1, device=rollout.ids.device)
     if len(roots) == 0:
-        return torch.zeros(0, dtype=torch.int64, device=rollout.ids.device)
+        nothing = torch.zeros(0, dtype=torch.int64, device=rollout.ids.device)
+        return Drafts(nothing, torch.zeros(0, gamma, device=rollout.ids.device))
     target_ids = head.target_ids if vocab is None else head.target_ids[head.target_ids < vocab]
     picked: list[Tensor] = []
+    log_probs: list[Tensor] = []
 
     def next_embeds(step: int, state: Tensor) -> Tensor:
-        picked.append(target_ids[head.logits(state)[..., : len(target_ids)].argmax(-1)])
+        logits = head.logits(state)[..., : len(target_ids)]
+        best, index = logits.max(-1)
+        picked.append(target_ids[index])
+        log_probs.append(best[0] - logits.logsumexp(-1)[0])
         return embedding(picked[-1])
 
     shifted = torch.cat([rollout.ids[1:], rollout.ids[-1:]])
@@ -61,7 +78,14 @@ def matching_drafts(
         inside = place < length
         run = run & inside & (tokens[0] == rollout.ids[place.clamp_max(length - 1)])
         agreed = agreed + run
-    return agreed
+    return Drafts(agreed, torch.stack(log_probs, dim=1))
+
+
+def matching_drafts(
+    head: Eagle3Head, embedding: nn.Embedding, rollout: Rollout, gamma: int, vocab: int | None = None
+) -> Int[Tensor, " root"]:
+    """:attr:`Drafts.agreed` of every root."""
+    return draft_everywhere(head, embedding, rollout, gamma, vocab).agreed
 
 
 def walk_rounds(agreed: list[int], gamma: int) -> list[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-ACCEPT, FINAL, DRAFT, GUMBEL = 1, 2, 3, 4
+JUDGE_FINAL, ACCEPT, FINAL, DRAFT, GUMBEL, TREE, JUDGE_ACCEPT = range(7)  # streams; there is room for seven
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB

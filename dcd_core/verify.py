@@ -38,12 +38,18 @@ class Uniforms:
         positions: Int[Tensor, "batch positions"],
         siblings: int = 1,
         vocab: int | None = None,
+        streams: tuple[int, int] = (ACCEPT, FINAL),
     ) -> Uniforms:
-        """Numbers keyed by (row key, output position); with ``vocab`` the shared noise instead of uniforms."""
+        """Numbers keyed by (row key, output position); with ``vocab`` the shared noise instead of uniforms.
+
+        Args:
+            streams: those of the coins and of the last draw; a text that is judged twice needs others the second time.
+        """
         if vocab is not None:
             return cls(gumbel=gumbel(keys, positions, vocab))
+        accept, final = streams
         return cls(
-            accept=uniforms(keys, positions, ACCEPT, siblings), final=uniforms(keys, positions, FINAL).squeeze(-1)
+            accept=uniforms(keys, positions, accept, siblings), final=uniforms(keys, positions, final).squeeze(-1)
         )
 
 
@@ -86,7 +92,7 @@ def verify(
             raise ValueError("at temperature 0 drafts must be deterministic, not sampled")
         return _walk_choices(target, draft)
     if draft.rule == "shared_noise":
-        return _walk_choices(shared_noise_choices(target, draft, noise.gumbel), draft)
+        return _walk_choices(shared_noise_scores(target, draft, noise.gumbel).argmax(-1), draft)
     if not draft.linear and noise.accept.shape[2] < draft.nodes:
         raise ValueError(f"a tree of {draft.nodes} nodes needs as many coins a depth, got {noise.accept.shape[2]}")
     if draft.rule == "deterministic":
@@ -95,15 +101,16 @@ def verify(
     return walk(target, draft, noise)
 
 
-def shared_noise_choices(
+def shared_noise_scores(
     target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: Float[Tensor, "batch positions vocab"]
-) -> Int[Tensor, "batch rows"]:
-    """The token that the noise of its position picks after the root and after every node: argmax(log pi + g)."""
+) -> Float[Tensor, "batch rows vocab"]:
+    """log pi + g after the root and after every node, with the noise of the position there; its argmax is the token
+    that is written."""
     if draft.linear:
-        return (target + noise[:, : target.shape[1]]).argmax(-1)
+        return target + noise[:, : target.shape[1]]
     zero = torch.zeros_like(draft.tokens[:, :1])
     depth = torch.cat([zero, draft.depths()], dim=1)[:, : target.shape[1]]
-    return (target + noise.gather(1, depth[..., None].expand(-1, -1, target.shape[-1]))).argmax(-1)
+    return target + noise.gather(1, depth[..., None].expand(-1, -1, target.shape[-1]))
 
 
 class _Path:
@@ -242,7 +249,8 @@ def _row_of(target: Float[Tensor, "batch rows vocab"], path: _Path) -> Float[Ten
 def _draw(path: _Path, target: Tensor, row: Tensor, remaining: Tensor, draft: Draft, noise: Uniforms) -> Verdict:
     """End the round with a draw from what remains of a row, or from the row itself where rounding leaves nothing."""
     remaining = torch.where(remaining.sum(-1, keepdim=True) > 0, remaining, row)
-    final = inverse_cdf(remaining, noise.final.gather(1, path.accepted[:, None])[:, 0])
+    place = path.accepted.clamp_max(noise.final.shape[1] - 1)[:, None]
+    final = inverse_cdf(remaining, noise.final.gather(1, place)[:, 0])
     if target.shape[1] == draft.nodes:
         final = torch.where(path.node == draft.nodes - 1, -1, final)
     return path.finish(final)

@@ -16,16 +16,18 @@ from dataclasses import asdict, dataclass, field
 import torch
 from tabulate import tabulate
 
-from data_prep.chat_template import template_arguments
+from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.loading import load_models
 from dcd_core.methods import assemble
 from dcd_core.models import Pair
+from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, replay
-from diagnostics.loading import inputs_key, load_models, read_prompts
+from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts, at_every_alpha
 from diagnostics.resampling import paired_difference, ratio_of_sums
 from diagnostics.wording import plain

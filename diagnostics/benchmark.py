@@ -19,15 +19,17 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from data_prep.chat_template import template_arguments
+from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run, versions
 from dcd_core.decode import Settings
 from dcd_core.files import write_text_atomic
+from dcd_core.loading import load_models
 from dcd_core.methods import METHODS, assemble
+from dcd_core.prompts import read_prompts
 from diagnostics.agreement import TIE
 from diagnostics.contest import Contest, agreement_counts, arms, round_columns, run_contest
 from diagnostics.latency import time_passes
-from diagnostics.loading import inputs_key, load_models, read_prompts, short_name
+from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts
 from diagnostics.prediction import with_predictions
 from diagnostics.records import read_records, write_records

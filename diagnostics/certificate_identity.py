@@ -10,10 +10,7 @@ from diagnostics.certificate_page import Line
 from diagnostics.identity_checks import REFERENCES, Check, Writer, held_against
 from diagnostics.toy_pair import Toy
 
-REAL_VARIANTS = (
-    "chain",
-    "tree",
-)  # names in VARIANTS; how long drafts may be is the entry script's setting
+REAL_VARIANTS = ("chain", "tree")  # names in VARIANTS; how long drafts may be is the entry script's setting
 LOOP_PROMPTS = 2  # the cache-free loop is slow
 
 

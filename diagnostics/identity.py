@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from data_prep.chat_template import template_arguments
+from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
+from dcd_core.loading import load_models
 from dcd_core.methods import METHODS
+from dcd_core.prompts import read_prompts
 from diagnostics.identity_checks import REFERENCES, Check, Writer, held_against
-from diagnostics.loading import inputs_key, load_models, read_prompts
+from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts
 
 

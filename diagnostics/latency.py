@@ -17,7 +17,13 @@ from dcd_core.models import LanguageModel, Pair
 
 
 def time_passes(
-    pair: Pair, head: Eagle3Head | None, prompt: Prompt, gamma: int, answer: int, repeats: int = 15
+    pair: Pair,
+    head: Eagle3Head | None,
+    prompt: Prompt,
+    gamma: int,
+    answer: int,
+    repeats: int = 15,
+    more_widths: tuple[int, ...] = (),
 ) -> dict[str, dict[str, float]]:
     """Median milliseconds of each pass by number of new tokens, as {"expert": {"1": ms, "<gamma + 1>": ms}, ...}.
 
@@ -25,7 +31,7 @@ def time_passes(
     features, its output layer and the argmax). The context is the prompt, cycled to a length of prompt + answer / 2
     tokens: the middle of an answer. All passes are interleaved, so that drift of the machine hits all alike.
     """
-    widths = sorted({1, gamma + 1})
+    widths = sorted({1, gamma + 1, *more_widths})
     length = len(prompt.ids) + answer // 2
     context = (prompt.ids * (length // len(prompt.ids) + 1))[:length]
     passes: dict[tuple[str, int], Callable[[], None]] = {}

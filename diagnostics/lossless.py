@@ -22,17 +22,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from data_prep.chat_template import template_arguments
+from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.files import content_hash, file_hash, write_json_atomic, write_text_atomic
+from dcd_core.loading import load_models
 from dcd_core.progress import Bar
+from dcd_core.prompts import read_prompts
 from diagnostics.certificate_controls import CONTROLS, controlled
 from diagnostics.certificate_enumeration import CASES, enumerated, formula
 from diagnostics.certificate_identity import checked, planned_checks
 from diagnostics.certificate_laws import Laws, law_cases, samples_of
 from diagnostics.certificate_page import Line, print_lines, render, summary
 from diagnostics.identity_checks import Writer
-from diagnostics.loading import inputs_key, load_models, read_prompts, short_name
+from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts
 from diagnostics.toy_pair import toy_pair
 

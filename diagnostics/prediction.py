@@ -31,6 +31,8 @@ def predicted_tokens_per_second(
         return 1000 * cost.vanilla(t_p1, t_q1)
     if method == "scd":
         return 1000 * cost.scd(length, gamma, t_p, t_q1)
+    if method == "cos":
+        return 1000 * cost.cos(length, gamma, t_p, t_q1)
     if method == "dcd_ngram":
         return 1000 * cost.dcd(length, gamma, 0.0, t_p, t_q)
     # the first of the gamma drafts re-reads what was accepted with true features, the others are one token wide

@@ -45,7 +45,8 @@ class World:
 
     def _rows(self, prefix) -> np.ndarray:
         """The target after a prefix, by the shipped function in fp64."""
-        models = [torch.from_numpy(np.log(law)) for law in (self.p(prefix), self.q(prefix))]
+        names = "pqr"[: len(self.target.weights or "pq")]
+        models = [torch.from_numpy(np.log(self.table(name, prefix, self.vocab))) for name in names]
         return target_log_probs(models, self.target).numpy()
 
 
@@ -53,6 +54,10 @@ TARGETS = {
     "alpha .3": Target(alpha=0.3),
     "alpha .5, cutoff": Target(alpha=0.5, cutoff=0.3),
     "alpha .5, T .7": Target(alpha=0.5, temperature=0.7),
+    "O'Brien, top-p": Target.obrien(cutoff=0.05, top_p=0.7),
+    "Li": Target.li(0.8, 0.5, cutoff=0.05),
+    "CoS, top-k": Target.cos(0.3, 0.8, top_k=2),
+    "three models": Target.proxy(0.7),
 }
 
 

@@ -75,6 +75,8 @@ ROUNDS = (
     _seconds("expert_s", "time in the expert's pass"),
     _seconds("amateur_s", "time in the amateur's pass"),
     _seconds("rest_s", "everything else in the round"),
+    _count("expert_passes", "passes of the expert: more than one where the amateur judges whole blocks", low=1),
+    _count("amateur_passes", "passes of the amateur: 0 where it was not asked, more than one where it drafts"),
 )
 
 # Symbols: p expert, q amateur, e first-step draft of the expert-aligned head, pi the contrastive target,

@@ -13,7 +13,8 @@ from dcd_core.errors import UserError
 from diagnostics.resampling import RESAMPLES, Interval, paired_ratio, ratio_of_sums
 
 BASELINE = "cd"
-ORDER = ("ar", "expert_sd", "cd", "scd", "dcd_ngram", "dcd_eagle3")  # of rows in tables and bars in figures
+# of rows in tables and bars in figures
+ORDER = ("ar", "expert_sd", "cd", "scd", "cos", "dcd_ngram", "dcd_lm", "dcd_eagle3", "dcd_hybrid", "dcd_deferred")
 ANY = "any"
 SECONDS = ("draft_s", "expert_s", "amateur_s", "rest_s")
 _RUN = re.compile(r"alpha=(\S+) repeat=(\d+)")
@@ -37,7 +38,8 @@ def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int =
 
     `speedup` is tokens/s over `cd` at the same alpha on the same prompts (over `cd` of all alphas pooled for methods
     without an alpha), and absent when there is no such `cd` run. Times are in milliseconds: `draft_step_ms` per drafted
-    token, the others per round.
+    token, the others per expert pass. Where the amateur judges whole blocks (`blocks`), accepted length and tokens per
+    round count expert passes, after what the amateur took back (`flips` blocks); drafts by position are not kept.
     """
     rows = rows.assign(alpha=alphas_of(rows), seconds=rows[list(SECONDS)].sum(axis=1))
     baseline = rows[rows["method"] == BASELINE]
@@ -73,25 +75,30 @@ def _same_prompts(*arms: pd.DataFrame) -> list[tuple[list, list, list]]:
 def _counts(part: pd.DataFrame, resamples: int, seed: int) -> dict:
     options = {"resamples": resamples, "seed": seed}
     prompts, rounds, drafted = part["prompt_id"], len(part), int(part["drafted"].sum())
+    passes, blocks = part["expert_passes"], bool((part["expert_passes"] > 1).any())
     speed = ratio_of_sums(prompts, part["emitted"], part["seconds"], **options)
-    accepted = ratio_of_sums(prompts, part["accepted"], np.ones(rounds), **options)
-    emitted = ratio_of_sums(prompts, part["emitted"], np.ones(rounds), **options)
+    # a round is one expert pass; where the amateur judges blocks of them, what the drafter got through is the rest
+    gained = part["emitted"] - passes if blocks else part["accepted"]
+    accepted = ratio_of_sums(prompts, gained, passes, **options)
+    emitted = ratio_of_sums(prompts, part["emitted"], passes, **options)
     return {
         "prompts": int(prompts.nunique()),
         "answers": int(part[["run", "prompt_id", "sample"]].drop_duplicates().shape[0]),
         "rounds": rounds,
+        "expert_passes": int(passes.sum()),
+        "amateur_passes": int(part["amateur_passes"].sum()),
+        "blocks": blocks,
+        "flips": int((part["accepted"] < part["drafted"]).sum()) if blocks else 0,
         "drafted_per_round": drafted / rounds,
         "tokens": int(part["emitted"].sum()),
         "tokens_per_second": speed.as_dict(),
         "accepted_length": accepted.as_dict(),
         "tokens_per_round": emitted.as_dict(),
-        "acceptance_by_position": [interval.as_dict() for interval in acceptance_by_position(part, resamples, seed)],
-        "draft_step_ms": 1000 * part["draft_s"].sum() / drafted if drafted else 0.0,
-        "draft_ms": 1000 * part["draft_s"].mean(),
-        "expert_ms": 1000 * part["expert_s"].mean(),
-        "amateur_ms": 1000 * part["amateur_s"].mean(),
-        "rest_ms": 1000 * part["rest_s"].mean(),
-    }
+        "acceptance_by_position": []
+        if blocks
+        else [interval.as_dict() for interval in acceptance_by_position(part, resamples, seed)],
+        "draft_step_ms": 1000 * part["draft_s"].sum() / drafted if drafted and not blocks else 0.0,
+    } | {f"{name}_ms": 1000 * part[f"{name}_s"].sum() / passes.sum() for name in ("draft", "expert", "amateur", "rest")}
 
 
 def acceptance_by_position(part: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> list[Interval]:

@@ -16,14 +16,16 @@ from dataclasses import asdict, dataclass, field
 import torch
 from tabulate import tabulate
 
-from data_prep.chat_template import template_arguments
+from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run, versions
 from dcd_core.contrast import Target
 from dcd_core.decode import Generation, Prompt, Settings, decode
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.loading import load_models
 from dcd_core.methods import assemble
 from dcd_core.models import Pair
-from diagnostics.loading import inputs_key, load_models, read_prompts, short_name
+from dcd_core.prompts import read_prompts
+from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts, at_every_alpha
 from diagnostics.position_quantities import position_quantities
 from diagnostics.position_summary import summarise_by_alpha

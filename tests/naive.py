@@ -7,9 +7,11 @@ import copy
 import torch
 from tiny import VOCAB, tiny_model, tiny_pair
 
+from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Prompt
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import LanguageModel, Pair
+from dcd_core.sampling import gumbel
 
 
 @torch.no_grad()
@@ -58,3 +60,20 @@ def near_pair(kind: str, noise: float, dtype: torch.dtype = torch.float64, seed:
         for weight in stock.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator, dtype=dtype), alpha=noise)
     return Pair(pair.expert, LanguageModel(stock, VOCAB), pair.tokenizer)
+
+
+@torch.no_grad()
+def by_noise(models: list, target: Target, prompts: list[list[int]], count: int, key: int) -> list[int]:
+    """``count`` tokens of argmax(log pi + g), each model on its own prompt, g the noise of the output position; at
+    temperature 0 without noise."""
+    answer = []
+    for position in range(count):
+        rows = [
+            model.model(torch.tensor([prompt + answer]), use_cache=False).logits[0, -1, :VOCAB]
+            for model, prompt in zip(models, prompts, strict=True)
+        ]
+        row = target_log_probs(rows, target)
+        if target.temperature:
+            row = row + gumbel(torch.tensor([key]), torch.tensor([[position]]), VOCAB)[0, 0]
+        answer.append(row.argmax().item())
+    return answer

@@ -11,8 +11,9 @@ from dcd_core.decode import Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import save_head
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.loading import load_models
 from dcd_core.methods import assemble
-from diagnostics.loading import load_models, read_prompts
+from dcd_core.prompts import read_prompts
 
 
 @pytest.fixture(scope="module")

@@ -74,10 +74,10 @@ def test_only_rows_that_need_a_late_row_are_judged_by_it(near, monkeypatch, brok
     settings, shipped = greedy_settings(0.5, max_new_tokens=12), AmateurDrafter.late_row
     expected, mixed = texts(decode(assemble("scd", near[0]), PROMPTS, settings, max_batch=4)), []
 
-    def late_row(self, token, rows):
-        logits = shipped(self, token, rows)
+    def late_row(self, token, rows, expert, noise):
+        logits, offer = shipped(self, token, rows, expert, noise)
         mixed.append(len(set(rows)) > 1)
-        return logits.masked_fill(torch.tensor(rows)[:, None, None] == (broken_rows == "late"), float("nan"))
+        return logits.masked_fill(torch.tensor(rows)[:, None, None] == (broken_rows == "late"), float("nan")), offer
 
     monkeypatch.setattr(AmateurDrafter, "late_row", late_row)
     if broken_rows == "others":

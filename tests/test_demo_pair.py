@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from data_prep import demo_pair, gguf_model
-from data_prep.chat_template import stop_ids
 from data_prep.gguf_model import GGUFModel, unpermute
+from dcd_core.chat import stop_ids
 from dcd_core.errors import UserError
 
 HEADS, KV_HEADS, HIDDEN, LAYERS = 4, 2, 32, 2

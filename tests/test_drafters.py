@@ -246,11 +246,10 @@ class FollowedAmateur(Follows, AmateurDrafter):
         for depth in range(draft.nodes):
             torch.testing.assert_close(draft.probs[row, depth], (expected[depth] / noise.temperature).softmax(-1))
 
-    def late_row(self, token, rows):
-        logits = super().late_row(token, rows)
+    def finish_late(self, rows, final):
+        super().finish_late(rows, final)
         self.seen["late"] += 1
         assert any(rows) and self.cache.lengths == [b + 3 + late for b, late in zip(self.base, rows, strict=True)]
-        return logits
 
     def observe(self, accepted):
         # a late token reaches the host one round later

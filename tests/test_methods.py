@@ -2,15 +2,17 @@
 
 import pytest
 from naive import tiny_head
-from tiny import tiny_pair
+from tiny import tiny_causal_lm, tiny_model, tiny_pair
 
+from dcd_core.decode_types import Scorer
 from dcd_core.drafters.amateur import AmateurDrafter
 from dcd_core.drafters.eagle3 import Eagle3Drafter
 from dcd_core.drafters.ngram import NgramDrafter
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
 from dcd_core.methods import METHODS, assemble
-from dcd_core.models import Pair
+from dcd_core.models import LanguageModel, Pair
+from dcd_core.scorers import three_models
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,26 @@ def test_an_unknown_method_is_refused(parts):
         UserError, match="method 'dcd' is unknown; choose one of ar, cd, expert_sd, scd, dcd_ngram, dcd"
     ):
         assemble("dcd", *parts)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_scorers_take_the_amateur_s_place(parts, name):
+    pair, head = parts
+    contrast = three_models(tiny_model("smol", 3), tiny_model("smol", 4))
+    method = assemble(name, Pair(pair.expert, None, pair.tokenizer), head, contrast=contrast)
+    assert method.scorers[0].model is pair.expert and method.scorers[0].prefix is None
+    assert method.scorers[1:] == (contrast if METHODS[name].contrast else [])
+    if METHODS[name].amateur_drafts:
+        assert method.drafter.amateur is contrast[0].model
+
+
+def test_scorers_that_do_not_fit_are_refused(parts):
+    pair, _ = parts
+    with pytest.raises(UserError, match="method cd contrasts with at least one more model; the list of scorers is e"):
+        assemble("cd", pair, contrast=[])
+    other = LanguageModel(tiny_causal_lm("qwen3"))
+    with pytest.raises(UserError, match="scores 104 ids and the expert 96; load it with load_scorer"):
+        assemble("cd", pair, contrast=[Scorer(pair.amateur), Scorer(other)])
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -17,6 +17,7 @@ from dcd_core.models import (
     default_feature_layers,
     load_model,
     load_pair,
+    load_scorer,
     load_tokenizer,
     refuse_unsupported,
     shared_vocabulary,
@@ -154,7 +155,7 @@ def test_a_pass_needs_no_gradient_and_leaves_the_weights_frozen(model):
 def test_flash_attention_is_refused_by_name():
     config = tiny_causal_lm("smol").config
     config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(UserError, match="some/model: flash_attention_2 ignores 4D attention masks.*sdpa"):
+    with pytest.raises(UserError, match="some/model: flash_attention_2 attention takes no 4D bool masks.*sdpa"):
         refuse_unsupported(config, "some/model")
 
 
@@ -297,3 +298,38 @@ def test_truncated_weights_and_unknown_devices_are_one_line(tmp_path):
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="--device tpu: there is no such kind of device"):
         choose_device("tpu")
+
+
+# ---- further models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_further_model_takes_the_pair_s_vocabulary_dtype_and_device(folders, tmp_path, dtype):
+    pair = load_pair(str(folders["qwen3"][0]), dtype=dtype, device="cpu")
+    third = load_scorer(str(save_tiny(tmp_path / "third", "qwen3", seed=9, layers=2)), pair)
+    assert third.config.vocab_size == VOCAB + 8 and third.vocab == VOCAB
+    assert third.dtype == pair.expert.dtype and third.device == pair.expert.device
+    if dtype == "float32":
+        expected = tiny_model("qwen3", seed=9, layers=2).forward_full(IDS).logits
+        torch.testing.assert_close(third.forward_full(IDS).logits, expected)
+
+
+def test_a_further_model_with_another_vocabulary_is_refused_before_its_weights_are_read(folders, tmp_path):
+    pair = load_pair(str(folders["smol"][0]), device="cpu")
+    changed = SPECIALS + WORDS
+    changed[10] = "other"
+    tokenizer_of(changed).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((folders["smol"][0] / "config.json").read_text())
+    with pytest.raises(UserError) as error:
+        load_scorer(str(tmp_path), pair)
+    assert f"id 10 is 'w2' for the expert and 'other' for {tmp_path}; a contrast needs" in one_line(error)
+
+
+def test_a_further_model_with_fewer_logits_than_ids_is_refused(folders, tmp_path):
+    longer = tokenizer_of([*SPECIALS, *WORDS, "more"])
+    tiny_causal_lm("smol").save_pretrained(tmp_path)
+    longer.save_pretrained(tmp_path)
+    pair = load_pair(str(folders["qwen3"][0]), device="cpu")
+    pair.tokenizer = longer
+    with pytest.raises(UserError, match="the model .* gives 96 logits, fewer than the 97 ids of its tokenizer"):
+        load_scorer(str(tmp_path), pair)

@@ -9,8 +9,8 @@ from tiny import TEMPLATE, save_tiny, tiny_causal_lm
 
 from data_prep import regenerate
 from data_prep.answers import plan
-from data_prep.chat_template import Chat
 from data_prep.resumable import PartialFile
+from dcd_core.chat import Chat
 from dcd_core.decode import Generation
 from dcd_core.errors import UserError
 

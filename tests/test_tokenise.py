@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny import TEMPLATE, save_tiny
 
-from data_prep.chat_template import Chat, stop_ids
 from data_prep.token_files import Sample, read_metadata, read_tokens, write_tokens
 from data_prep.tokenise import main
+from dcd_core.chat import Chat, stop_ids
 from dcd_core.errors import UserError
 
 END = 3  # <|im_end|>

@@ -8,8 +8,8 @@ from test_eagle3_head import loud_head
 from tiny import KINDS, tiny_model
 from toy_training import STOP, toy_samples
 
-from data_prep.chat_template import stop_ids
 from data_prep.token_files import Sample
+from dcd_core.chat import stop_ids
 from dcd_core.divergence import acceptance, kl
 from dcd_core.heads.checkpoint import load_head
 from dcd_core.models import load_pair

@@ -20,8 +20,8 @@ from typing import Literal
 
 import torch
 
-from data_prep.chat_template import stop_ids
 from data_prep.vocabulary import build_vocabulary, load_vocabulary
+from dcd_core.chat import stop_ids
 from dcd_core.config import finish_run, parse_config, refuse_below, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash

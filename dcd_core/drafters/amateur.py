@@ -10,6 +10,7 @@ from dcd_core.cache import KVCache
 from dcd_core.draft import Draft, Shape
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.models import LanguageModel
+from dcd_core.verify import Verdict
 
 
 class AmateurDrafter(Drafter):
@@ -32,24 +33,46 @@ class AmateurDrafter(Drafter):
         self.cache = cache
 
     def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
-        self.base = list(self.cache.lengths)
-        token, tokens, probs, rows = root, [], [], []
+        logits = self._read_root(root)
+        tokens, probs, rows = [], [], [logits]
         for depth in range(shape.depth):
-            logits = self.amateur.forward(token[:, None], self.cache).logits[:, 0]
-            self.cache.commit([1] * len(self.base))
-            token, distribution = noise.pick(logits, depth, self.amateur.vocab)
-            rows.append(logits)
+            if depth:
+                rows.append(self._step(tokens[-1]))
+            token, distribution = noise.pick(rows[-1], depth, self.amateur.vocab)
             tokens.append(token)
             probs.append(distribution)
         self.rows = torch.stack(rows, dim=1)
         stacked = torch.stack(probs, dim=1) if noise.rule == "sampled" else None
         return Draft.chain(torch.stack(tokens, dim=1), rule=noise.rule, probs=stacked)
 
-    def late_row(self, token: Int[Tensor, " batch"], rows: list[bool]) -> Float[Tensor, "batch 1 vocab"]:
-        """One more pass on the last drafted token; only ``rows`` keep it in their cache."""
-        logits = self.amateur.forward(token[:, None], self.cache).logits
-        self.cache.commit([int(row) for row in rows])
+    def _read_root(self, root: Int[Tensor, " batch"]) -> Float[Tensor, "batch vocab"]:
+        """The amateur's row after the root; notes where every row of the cache stood before it."""
+        self.base, self.amateur_passes = list(self.cache.lengths), 0
+        return self._step(root)
+
+    def _step(self, token: Int[Tensor, " batch"]) -> Float[Tensor, "batch vocab"]:
+        logits = self.amateur.forward(token[:, None], self.cache).logits[:, 0]
+        self.cache.commit([1] * len(self.base))
+        self.amateur_passes += 1
         return logits
+
+    def late_row(
+        self, token: Int[Tensor, " batch"], rows: list[bool], expert: Float[Tensor, "batch 1 vocab"], noise: RoundNoise
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], Draft]:
+        """One more pass, on the last drafted token: the row after it, and a draft for the token there (here none).
+
+        Args:
+            rows: those that accepted everything; what is returned for the others is not used.
+            expert: its row at the same place. ``noise``: that of the one position.
+        """
+        self.amateur_passes += 1
+        return self.amateur.forward(token[:, None], self.cache).logits, Draft.empty(
+            len(token), token.device, noise.rule
+        )
+
+    def finish_late(self, rows: list[bool], final: Verdict) -> None:
+        """The late token was judged; only ``rows`` keep in their cache what :meth:`late_row` read."""
+        self.cache.commit([int(row) for row in rows])
 
     def observe(self, accepted: Accepted) -> None:
         # the root and the accepted drafts stay; what a late row added is already counted

@@ -94,6 +94,9 @@ class Drafter:
     scores_amateur = False
     """True if proposing computes the amateur's rows as a by-product (SCD), so the loop must not run it again."""
 
+    amateur_passes = 1
+    """Passes of the amateur that the last round took (more than one where the amateur drafts)."""
+
     def most_nodes(self, shape: Shape) -> int:
         """Most nodes that one draft may have: the caches keep room for a pass over all of them."""
         return shape.budget
@@ -116,6 +119,12 @@ class Drafter:
 
     def observe(self, accepted: Accepted) -> None:
         """Learn what the round emitted."""
+
+    def rewind(self, back: list[int], accepted: Accepted) -> None:
+        """Forget the newest ``back[b]`` observed tokens of every row, then observe what stands in their place.
+
+        At least what the last call to ``observe`` told is forgotten (and told again where it stands).
+        """
 
     def keep_rows(self, rows: list[int]) -> None:
         """Rows not named here have left the batch."""

@@ -137,13 +137,7 @@ def load_head(folder: str | Path, expert=None, dtype: torch.dtype | None = None,
             in the weights; another expert's head.
     """
     path = locate(folder)
-    fields = _read_config(path)
-    config = config_from_json(fields, f"{folder}/config.json")
-    if expert is not None:
-        layer = {**fields, **fields.get("transformer_layer_config", {})}
-        check_expert(config, expert, read_rope(layer), str(folder))
-        if config.feature_layers is None:
-            config = config.replace(feature_layers=expert.feature_layers)
+    config = load_head_config(folder) if expert is None else fitting_config(folder, expert)
     tensors = canonical_names(_read_tensors(path))
     with torch.device("meta"):
         head = Eagle3Head(config)
@@ -158,6 +152,20 @@ def load_head(folder: str | Path, expert=None, dtype: torch.dtype | None = None,
         device = expert.device if expert is not None else "cpu"
     head.load_state_dict(tensors, strict=True, assign=True)
     return head.to(dtype=dtype, device=device).eval().requires_grad_(False)
+
+
+def fitting_config(folder: str | Path, expert) -> Eagle3Config:
+    """The shape of a head, once it is sure that it is this expert's; where the head does not say which layers it taps,
+    they are the expert's.
+
+    Raises:
+        UserError: see :func:`check_expert`.
+    """
+    fields = _read_config(locate(folder))
+    config = config_from_json(fields, f"{folder}/config.json")
+    layer = {**fields, **fields.get("transformer_layer_config", {})}
+    check_expert(config, expert, read_rope(layer), str(folder))
+    return config if config.feature_layers else config.replace(feature_layers=expert.feature_layers)
 
 
 def check_expert(config: Eagle3Config, expert, stated_rope: tuple[float | None, dict | None], where: str) -> None:

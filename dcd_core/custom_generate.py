@@ -1,0 +1,336 @@
+"""Every method from inside transformers: `model.generate` with a `custom_generate` of ours gives the same tokens.
+
+    from dcd_core.custom_generate import contrastive
+    model.generate(**inputs, custom_generate=contrastive, amateur="AMATEUR", head="HEAD", alpha=0.3, max_new_tokens=64)
+
+or, by the folder that holds the same for those who pass a path (transformers then runs code from it, so it asks):
+
+    from dcd_core.custom_generate import FOLDER
+    model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True, amateur="AMATEUR", head="HEAD", alpha=0.3)
+
+`model` is the expert. Of generate's own settings these are honoured: input_ids with a left-padded attention_mask,
+max_new_tokens and max_length, eos_token_id, pad_token_id, do_sample with temperature, top_k and top_p,
+num_return_sequences, return_dict_in_generate (sequences only). Whatever else would change the text is refused by name.
+
+Ours come beside them: `amateur` (a model, a folder or a hub id), `head` (an Eagle3Head, a folder or a hub id),
+`method`, and alpha, cutoff, gamma, branch, nodes, stop_below, rule, seed as in :mod:`dcd_core.api`. Models given by
+name are loaded once and kept while they are the last ones used. Without a seed, sampling takes one from torch's
+generator, so `torch.manual_seed` makes it repeatable as it does for generate. transformers hands no `streamer` to a
+callable: give it as `stream_to`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    LogitNormalization,
+    MaxLengthCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from dcd_core.api import METHOD, make_settings, refuse_missing
+from dcd_core.decode import Assembled, Generation, Prompt, Settings, check_prompt, decode, stream
+from dcd_core.errors import UserError
+from dcd_core.heads.checkpoint import check_expert, fitting_config, load_head, load_head_config
+from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.loading import check_draft_vocabulary, check_taps
+from dcd_core.methods import assemble
+from dcd_core.models import LanguageModel, Pair, id_table, load_model, load_tokenizer, shared_vocabulary
+
+FOLDER = str(Path(__file__).resolve().parent / "custom_generate_folder")
+PLAIN_MODES = ("greedy_search", "sample")
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+OF_THE_LOOP = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values")
+"""What generate prepares for its own loop; the rest of what reaches the model's forward is refused."""
+
+
+def contrastive(
+    model,
+    input_ids,
+    logits_processor=None,
+    stopping_criteria=None,
+    generation_config=None,
+    *,
+    amateur=None,
+    head=None,
+    method=METHOD,
+    alpha=None,
+    cutoff=None,
+    gamma=None,
+    branch=None,
+    nodes=None,
+    stop_below=None,
+    rule=None,
+    seed=None,
+    stream_to=None,
+    **model_kwargs,
+):
+    """The callable for `custom_generate`; see the module for what each argument means.
+
+    Returns:
+        ``[row, position]``: the input ids, then the new ones with pad_token_id after a row's end.
+    Raises:
+        UserError: what cannot be honoured, by name, and all that :meth:`dcd_core.api.Decoder.generate` refuses.
+    """
+    given = dict(alpha=alpha, cutoff=cutoff, gamma=gamma, branch=branch, nodes=nodes, stop_below=stop_below, rule=rule)
+    asked = read_request(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    given |= asked.sampling | {"max_new_tokens": asked.max_new_tokens, "seed": seed}
+    if seed is None:
+        given["seed"] = int(torch.randint(2**62, ())) if given["temperature"] else 0
+    how = make_settings(asked.stops, **{name: value for name, value in given.items() if value is not None})
+    refuse_missing(method, amateur=amateur is not None, head=head is not None)
+    with ExitStack() as stack:
+        assembled = put_together(stack, model, method, amateur, head)
+        made = run(assembled, asked.prompts, how, stream_to, input_ids)
+    width = max(len(generation.ids) for generation in made)
+    fresh = torch.tensor([made_row.ids + [asked.pad] * (width - len(made_row.ids)) for made_row in made])
+    sequences = torch.cat([input_ids, fresh.to(input_ids)], dim=1)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    return sequences
+
+
+def generate_from_folder(model, streamer=None, assistant_model=None, **arguments):
+    """What the folder's `generate` does: generate's own preparation of inputs, then :func:`contrastive`.
+
+    Raises:
+        UserError: an assistant model, and what :func:`contrastive` refuses.
+    """
+    if assistant_model is not None:
+        raise UserError("assistant_model is not used: give the draft head as head=, or choose another method=")
+    return GenerationMixin.generate(model, custom_generate=contrastive, stream_to=streamer, **arguments)
+
+
+# ---- what generate asks for ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """What a call of generate comes down to. ``sampling`` holds fields of :class:`dcd_core.contrast.Target`."""
+
+    prompts: list[Prompt]
+    max_new_tokens: int
+    stops: tuple[int, ...]
+    pad: int
+    sampling: dict
+
+
+def read_request(input_ids: Tensor, processors, criteria, config, model_kwargs: dict) -> Request:
+    """Understand, or refuse, everything that generate prepared.
+
+    The prepared lists of processors and criteria say what is in force: they hold what the user gave and what follows
+    from the generation config.
+    """
+    mode = config.get_generation_mode()
+    if mode not in PLAIN_MODES:
+        raise UserError(f"generation mode {str(mode.value)!r} cannot be honoured; leave beams and assistants out")
+    asked = [name for name in OUTPUTS if getattr(config, name, None) and config.return_dict_in_generate]
+    others = [name for name, value in model_kwargs.items() if value is not None and name not in OF_THE_LOOP]
+    for name in [*asked, *others]:
+        raise UserError(f"{name} cannot be honoured with this custom_generate; leave it out")
+    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+    if cache is not None and cache.get_seq_length() > 0:
+        raise UserError("a cache that is filled already cannot be honoured; give the whole text as input_ids")
+    longest, stops = None, set()
+    for criterion in criteria or []:
+        if type(criterion) is MaxLengthCriteria:
+            longest = criterion.max_length if longest is None else min(longest, criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            stops.update(criterion.eos_token_id.tolist())
+        else:
+            raise UserError(f"stopping criterion {type(criterion).__name__} cannot be honoured; leave it out")
+    if longest is None:
+        raise UserError("max_new_tokens is not given; say how long an answer may become")
+    pad = getattr(config, "_pad_token_tensor", None)
+    return Request(
+        prompts=unpadded(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")),
+        max_new_tokens=longest - input_ids.shape[1],
+        stops=tuple(sorted(stops)),
+        pad=0 if pad is None else int(pad),  # without a stop token all rows are equally long
+        sampling=read_sampling(processors or [], mode == "sample"),
+    )
+
+
+def read_sampling(processors: list, sample: bool) -> dict:
+    """Temperature, top_k and top_p from generate's list of processors; greedy is temperature 0.
+
+    Raises:
+        UserError: another processor, or an order in which they would mean something else.
+    """
+    found: dict = {"temperature": 1.0} if sample else {"temperature": 0.0}
+    order = []
+    for processor in processors:
+        kind = type(processor)
+        if kind is LogitNormalization:  # changes no probability
+            continue
+        known = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
+        if kind not in known or not sample:
+            raise UserError(f"logits processor {kind.__name__} cannot be honoured; leave out what asks for it")
+        order.append(known[kind])
+        found[known[kind]] = getattr(processor, known[kind])
+    if order != [name for name in ("temperature", "top_k", "top_p") if name in order]:
+        raise UserError(f"logits processors in the order {', '.join(order)} cannot be honoured; temperature is first")
+    return found
+
+
+def unpadded(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[Prompt]:
+    """The rows without their padding on the left.
+
+    Raises:
+        UserError: padding elsewhere, or positions that do not count the tokens from 0.
+    """
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
+    if mask.shape != input_ids.shape or bool(((mask != 0) & (mask != 1)).any()) or bool((mask.diff(dim=1) < 0).any()):
+        raise UserError("attention_mask cannot be honoured: it may only hide padding on the left (padding_side='left')")
+    counted = mask.cumsum(-1) - 1
+    if positions is not None and not bool(((positions.to(mask.device) == counted) | (mask == 0)).all()):
+        raise UserError("position_ids cannot be honoured: every row's tokens are counted from 0")
+    rows = [row[seen.bool()].tolist() for row, seen in zip(input_ids, mask, strict=True)]
+    return [Prompt(str(number), row) for number, row in enumerate(rows, start=1)]
+
+
+# ---- models that belong to others ------------------------------------------------------------------------------------
+
+
+def put_together(stack: ExitStack, model: nn.Module, method: str, amateur, head) -> Assembled:
+    """The method over the caller's expert; what is borrowed is given back when the stack closes."""
+    named_amateur = isinstance(amateur, str | Path)
+    named_head = isinstance(head, str | Path)
+    dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
+    if named_amateur:
+        amateur = kept_model(str(amateur), stamp(amateur), dtype, device)
+    vocab = shared_ids(model, amateur.model if named_amateur else amateur)
+    taps = None
+    if head is not None:
+        taps = load_head_config(head).feature_layers if named_head else head.config.feature_layers
+        if taps:
+            check_taps(taps, model.config.num_hidden_layers, str(head) if named_head else "head", "the model")
+    expert = stack.enter_context(borrowed(model, vocab, taps))
+    if named_amateur:
+        amateur.vocab = vocab
+    elif amateur is not None:
+        amateur = stack.enter_context(borrowed(amateur, vocab))
+    if named_head:
+        fitting_config(head, expert)
+        head = kept_head(str(head), stamp(head), expert.dtype, device)
+    elif head is not None:
+        check_expert(head.config, expert, (None, None), "head")
+    if head is not None:
+        check_draft_vocabulary(head, vocab, "head")
+    return assemble(method, Pair(expert, amateur, None), head)
+
+
+@contextmanager
+def borrowed(model: nn.Module, vocab: int, taps: tuple[int, ...] | None = None) -> Iterator[LanguageModel]:
+    """Someone's model as a LanguageModel, which freezes it; afterwards it trains as it did and has no taps.
+
+    Raises:
+        UserError: it is not built like Llama or Qwen3, or has another attention than sdpa.
+    """
+    if not hasattr(model, "lm_head") or not hasattr(getattr(model, "model", None), "layers"):
+        raise UserError(f"{type(model).__name__} is no Llama- or Qwen3-style model (model.layers and lm_head)")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = [module for module in model.modules() if module.training]
+    wrapped = None
+    try:
+        wrapped = LanguageModel(model, vocab, taps)
+        yield wrapped
+    finally:
+        if wrapped is not None:
+            wrapped.release()
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        for module in training:
+            module.training = True
+
+
+def shared_ids(model: nn.Module, amateur: nn.Module | None) -> int:
+    """Number of real ids that expert and amateur share, by their tokenizers where those can be found.
+
+    Raises:
+        UserError: vocabularies that differ; without tokenizers, outputs of different widths.
+    """
+    names = [str(one.config._name_or_path or "") for one in (model, amateur) if one is not None]
+    widths = [one.config.vocab_size for one in (model, amateur) if one is not None]
+    tables = [kept_tokenizer(name, stamp(name)) if name else None for name in names]
+    if len(names) == 2 and all(tables):
+        vocab = same_ids(*names, *map(stamp, names))
+    elif len(set(widths)) > 1:
+        raise UserError(
+            f"the model gives {widths[0]} logits and the amateur {widths[1]}, and their tokenizers are not there to be "
+            "compared; load both with from_pretrained from folders that hold a tokenizer"
+        )
+    else:
+        vocab = len(id_table(tables[0])) if tables[0] else widths[0]
+    if min(widths) < vocab:
+        raise UserError(f"a model gives {min(widths)} logits, fewer than the {vocab} ids of its tokenizer")
+    return vocab
+
+
+def stamp(name: str | Path) -> tuple:
+    """What tells one content of a local folder from another without reading it; empty for a hub id."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return ()
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file()]
+    return tuple(sorted(files))
+
+
+@lru_cache(maxsize=1)
+def kept_model(name: str, content: tuple, dtype: str, device: str) -> LanguageModel:
+    """The amateur that was named last."""
+    return load_model(name, dtype, device)
+
+
+@lru_cache(maxsize=1)
+def kept_head(name: str, content: tuple, dtype: torch.dtype, device: str) -> Eagle3Head:
+    """The head that was named last."""
+    return load_head(name, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=4)
+def kept_tokenizer(name: str, content: tuple):
+    """The tokenizer beside a model; None where there is none."""
+    try:
+        return load_tokenizer(name)
+    except UserError:
+        return None
+
+
+@lru_cache(maxsize=4)
+def same_ids(expert: str, amateur: str, *contents: tuple) -> int:
+    """See :func:`dcd_core.models.shared_vocabulary`."""
+    return shared_vocabulary(*(kept_tokenizer(name, stamp(name)) for name in (expert, amateur)))
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+def run(assembled: Assembled, prompts: list[Prompt], how: Settings, stream_to, input_ids: Tensor) -> list[Generation]:
+    """All rows as one batch, or one row with its tokens handed to a streamer as they become known."""
+    if stream_to is None:
+        return decode(assembled, prompts, how, max_batch=len(prompts))
+    if len(prompts) > 1:
+        raise UserError("a streamer shows one row; generate one at a time")
+    check_prompt(assembled.scorers, prompts[0], how.max_new_tokens)
+    stream_to.put(input_ids.cpu())
+    made = {}
+    for generation, tokens in chain.from_iterable(stream(assembled, prompts, how)):
+        made[generation.index] = generation
+        if tokens:
+            stream_to.put(torch.tensor(tokens))
+    stream_to.end()
+    return list(made.values())

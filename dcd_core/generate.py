@@ -1,0 +1,257 @@
+"""Answer prompts on the terminal, by any method.
+
+    python -m dcd_core.generate --expert EXPERT --amateur AMATEUR --head HEAD --method dcd_eagle3 --alpha 0.3 \\
+        --prompt "Why is the sky blue?"
+    python -m dcd_core.generate --expert EXPERT --amateur AMATEUR --method dcd_ngram < one_prompt_a_line.txt
+    python -m dcd_core.generate ... --prompts prompts.jsonl --batch 8 --json > answers.jsonl
+    python -m dcd_core.generate ... --prompts prompts.jsonl --compare cd --dtype float32
+
+Prompts come from --prompt, from --prompts (JSON lines {id, messages} or {prompt}), or from the standard input. Text is
+shown as soon as it is certain; with --batch above 1, or --json, an answer is shown when it is finished. How fast it
+went is said at the end on the standard error: the prefill apart, as the first token of each answer comes out of it.
+"""
+
+import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from dcd_core.api import DEFAULTS, METHOD, OPTIONS, Answer, Decoder, load, make_settings, refuse_missing
+from dcd_core.chat import template_arguments
+from dcd_core.config import parse_config, refuse_below, run_entry
+from dcd_core.decode import Prompt
+from dcd_core.errors import UserError
+from dcd_core.methods import METHODS
+from dcd_core.models import load_tokenizer
+from dcd_core.prompts import prompt_ids, read_prompts
+from dcd_core.tally import Tally
+
+WARM_UP = 16
+"""Tokens that each method writes before a comparison: the first passes of a process are slower."""
+
+
+@dataclass
+class Config:
+    """Settings of the terminal. A field named like one of `dcd_core.api.OPTIONS` reaches decoding by its name."""
+
+    expert: str = field(metadata={"help": "expert: model folder or hub id"})
+    amateur: str = field(default="", metadata={"help": "amateur: model folder or hub id (methods with contrast)"})
+    head: str = field(default="", metadata={"help": "EAGLE3 head: folder or hub id (methods with EAGLE3 drafts)"})
+    method: str = field(default=METHOD, metadata={"help": f"one of {', '.join(METHODS)}"})
+    compare: str = field(
+        default="",
+        metadata={"help": "answer by this method too, prompt by prompt in turn; show the speed-up over it"},
+    )
+    # ---- what is asked
+    prompt: str | None = field(default=None, metadata={"help": "the prompt"})
+    prompts: str = field(default="", metadata={"help": "prompts, JSON lines {id, messages} or {prompt}"})
+    whole: bool = field(default=False, metadata={"help": "the standard input is one prompt, not one a line"})
+    limit: int = field(default=0, metadata={"help": "answer the first so many prompts (0: all)"})
+    raw: bool = field(default=False, metadata={"help": "continue the text as it is, without the chat template"})
+    template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
+    # ---- the distribution
+    alpha: float = field(default=DEFAULTS["alpha"], metadata={"help": "contrast strength"})
+    cutoff: float = field(default=0.0, metadata={"help": "plausibility: keep ids of at least this part of the best's"})
+    temperature: float = field(default=DEFAULTS["temperature"], metadata={"help": "0 is greedy"})
+    # ---- the loop
+    max_new_tokens: int = field(default=DEFAULTS["max_new_tokens"], metadata={"help": "most tokens of an answer"})
+    gamma: int = field(default=5, metadata={"help": "drafts in a row"})
+    branch: int = field(default=1, metadata={"help": "drafts side by side: 1 is a chain"})
+    nodes: int = field(default=0, metadata={"help": "most drafts of a tree (0: gamma times branch)"})
+    stop_below: float = field(default=0.0, metadata={"help": "end a draft whose probability falls below this"})
+    rule: str = field(default="auto", metadata={"help": "auto, sampled, deterministic or shared_noise"})
+    seed: int = field(default=0, metadata={"help": "seed of all sampling"})
+    # (a new field of Settings, such as `saving`, gets its flag here)
+    # ---- how
+    batch: int = field(default=1, metadata={"help": "prompts at a time"})
+    json: bool = field(default=False, metadata={"help": "write answers as JSON lines {id, method, text, ...}"})
+    dtype: str = field(default="bfloat16", metadata={"help": "float32 or bfloat16"})
+    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
+
+    def __post_init__(self):
+        template_arguments(self.template_args)  # refused here if it is not JSON
+        refuse_below(self, batch=1, limit=0)
+        if self.prompt is not None and self.prompts:
+            raise ValueError("--prompt and --prompts both say what to answer; give one of them")
+        if self.whole and (self.prompt is not None or self.prompts):
+            raise ValueError("--whole is about the standard input, which --prompt and --prompts leave aside")
+        for method in self.methods:
+            refuse_missing(method, amateur=bool(self.amateur), head=bool(self.head))
+        if self.compare and (self.batch > 1 or self.compare == self.method):
+            raise ValueError("--compare sets two methods side by side, one prompt at a time; leave --batch out")
+        make_settings(**self.options)
+
+    @property
+    def methods(self) -> list[str]:
+        """The method, and the one that it is held against."""
+        return [self.method, self.compare] if self.compare else [self.method]
+
+    @property
+    def options(self) -> dict:
+        """The flags that decide how to decode."""
+        return {name: getattr(self, name) for name in OPTIONS if hasattr(self, name)}
+
+    @property
+    def interactive(self) -> bool:
+        """Prompts are typed, and each is answered before the next."""
+        given = self.prompt is not None or self.prompts or self.whole or self.compare or self.batch > 1
+        return not given and sys.stdin.isatty()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the prompts, load the models, answer, say how fast."""
+    config = parse_config(Config, argv, description=__doc__)
+    asked = asked_prompts(config)
+    prompts = asked if config.interactive else list(asked)
+    if prompts == []:
+        raise UserError("there is no prompt: give --prompt, --prompts, or text on the standard input")
+    decoder = load(config.expert, config.amateur, config.head, config.dtype, config.device)
+    tallies = {method: Tally() for method in config.methods}
+    try:
+        if config.compare:
+            compare(decoder, prompts, config, tallies)
+        elif config.batch > 1:
+            answer_together(decoder, prompts, config, tallies[config.method])
+        else:
+            titled = not config.interactive and len(prompts) > 1
+            for prompt in prompts:
+                answer_one(decoder, prompt, config, tallies[config.method], titled=titled)
+    except KeyboardInterrupt:
+        print(flush=True)
+        report(tallies, config)
+        return 130
+    report(tallies, config)
+    return 0
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def asked_prompts(config: Config) -> Iterator[Prompt]:
+    """All prompts; those that are typed one by one, as they come."""
+    arguments = template_arguments(config.template_args)
+    if config.prompts:
+        yield from read_prompts(config.prompts, config.expert, config.limit, config.raw, **arguments)[0]
+        return
+    tokenizer = load_tokenizer(config.expert)
+    texts = [config.prompt] if config.prompt is not None else standard_input(config)
+    for number, text in enumerate(islice(texts, config.limit or None), start=1):
+        where = "the prompt" if config.prompt is not None or config.whole else f"prompt {number}"
+        yield Prompt(str(number), prompt_ids(tokenizer, text, config.raw, where, **arguments))
+
+
+def standard_input(config: Config) -> Iterator[str]:
+    """One text a line, empty lines left out, or all of it as one text."""
+    if config.interactive:
+        print("type a prompt and press return; ctrl-D ends", file=sys.stderr, flush=True)
+    try:
+        if config.whole:
+            yield sys.stdin.read()
+        else:
+            yield from (line.rstrip("\r\n") for line in sys.stdin if line.strip())
+    except UnicodeDecodeError as problem:
+        raise UserError(f"the standard input is no text: {problem}") from None
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def answer_one(
+    decoder: Decoder, prompt: Prompt, config: Config, tally: Tally, method: str = "", titled: bool = False
+) -> Answer:
+    """One answer, shown piece by piece unless it is wanted as JSON, or is that of the method compared with."""
+    method = method or config.method
+    answer = decoder.stream(prompt, method, **config.options)
+    streamed = not config.json and method == config.method
+    if streamed and titled:
+        print(f"== {prompt.id}", flush=True)
+    for piece in answer:
+        if streamed:
+            print(piece, end="", flush=True)
+    if streamed:
+        print(flush=True)
+    tally.add(answer.generation, answer.seconds)
+    whole = decoder.answer(answer.generation)
+    if config.json:
+        print_json(whole, method)
+    return whole
+
+
+def answer_together(decoder: Decoder, prompts: list[Prompt], config: Config, tally: Tally) -> None:
+    """Many answers in batches, each shown when it is finished."""
+
+    def show(answer: Answer) -> None:
+        tally.add(answer.generation)
+        if config.json:
+            print_json(answer, config.method)
+        else:
+            print(f"== {answer.id}\n{answer.text}", flush=True)
+
+    start = time.perf_counter()
+    try:
+        decoder.generate(prompts, config.method, max_batch=config.batch, on_finish=show, **config.options)
+    finally:
+        tally.seconds += time.perf_counter() - start
+
+
+def compare(decoder: Decoder, prompts: list[Prompt], config: Config, tallies: dict[str, Tally]) -> None:
+    """Both methods answer every prompt, taking turns at being first; then whether their texts are equal."""
+    warm = replace(config, max_new_tokens=min(WARM_UP, config.max_new_tokens))
+    for method in config.methods:
+        list(decoder.stream(prompts[0], method, **warm.options))
+    differences = []
+    for index, prompt in enumerate(prompts):
+        made = {}
+        for method in config.methods if index % 2 == 0 else config.methods[::-1]:
+            made[method] = answer_one(decoder, prompt, config, tallies[method], method, titled=len(prompts) > 1)
+        left, right = (made[method].generation.ids for method in config.methods)
+        if left != right:
+            same = (i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])
+            differences.append((prompt.id, 1 + next(same, min(len(left), len(right)))))
+    say(f"texts: {agreement(decoder, config, len(prompts), differences)}")
+
+
+def agreement(decoder: Decoder, config: Config, prompts: int, differences: list[tuple[str, int]]) -> str:
+    """Whether two methods wrote the same, where they have to."""
+    sides = [decoder.assemble(method).scorers for method in config.methods]
+    if [(scorer.model, scorer.prefix) for scorer in sides[0]] != [(scorer.model, scorer.prefix) for scorer in sides[1]]:
+        return f"not compared, as {config.method} and {config.compare} have different targets"
+    if config.dtype == "bfloat16":
+        return "not compared, as rounding decides near-ties in bfloat16 (--dtype float32 compares)"
+    if config.temperature > 0 and config.rule != "shared_noise":
+        return "not compared, as each method draws its own (--rule shared_noise or --temperature 0 compares)"
+    found = f"{prompts - len(differences)} of {prompts} equal"
+    for name, place in differences[:3]:
+        found += f"; {name} parts at token {place}"
+    return found + (" (diagnostics/identity.py tells near-ties from faults)" if differences else "")
+
+
+def print_json(answer: Answer, method: str) -> None:
+    """One answer as a line of JSON."""
+    tally, made = Tally(), answer.generation
+    tally.add(made)
+    fields = {"id": answer.id, "method": method, "text": answer.text, "finish": made.finish, "ids": made.ids}
+    fields |= {"accepted_length": tally.accepted_length, "tokens_per_round": tally.tokens_per_round}
+    print(json.dumps(fields, ensure_ascii=False), flush=True)
+
+
+def report(tallies: dict[str, Tally], config: Config) -> None:
+    """How fast each method was and, of two, the ratio."""
+    for method, tally in tallies.items():
+        say(f"{method}: {tally}")
+    speeds = [tally.tokens_per_second for tally in tallies.values()]
+    if config.compare and all(speeds):
+        say(f"speed-up of {config.method} over {config.compare}: {speeds[0] / speeds[1]:.2f}")
+
+
+def say(text: str) -> None:
+    """Everything that is no answer goes to the standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_entry(main))

@@ -1,0 +1,330 @@
+"""From inside transformers: the same tokens as our own loop, by callable and by folder, and refusals by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from naive import some_prompts, tiny_head
+from tiny import VOCAB, save_tiny, tiny_causal_lm, tiny_pair, tiny_tokenizer
+from tiny_world import make_world
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TextStreamer,
+    TopKLogitsWarper,
+)
+from transformers.generation import LogitNormalization, MaxTimeCriteria, TypicalLogitsWarper
+
+from dcd_core.contrast import Target
+from dcd_core.custom_generate import FOLDER, contrastive, read_sampling
+from dcd_core.decode import Prompt, Settings, decode
+from dcd_core.errors import UserError
+from dcd_core.loading import load_models
+from dcd_core.methods import METHODS, assemble
+from dcd_core.models import LanguageModel, Pair
+
+PAD, END, NEW = 1, 3, 7
+PROMPTS = [Prompt(str(number), prompt.ids) for number, prompt in enumerate(some_prompts(3), start=1)]
+FORMS = {"callable": {"custom_generate": contrastive}, "folder": {"custom_generate": FOLDER, "trust_remote_code": True}}
+
+
+def padded(prompts=PROMPTS):
+    """input_ids and attention_mask, padded on the left."""
+    width = max(len(prompt.ids) for prompt in prompts)
+    ids = torch.tensor([[PAD] * (width - len(prompt.ids)) + prompt.ids for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def answers(sequences, width, stops=(END,)):
+    """The new ids of every row, up to its stop token; what follows that must be padding."""
+    found = []
+    for row in sequences[:, width:].tolist():
+        end = next((index + 1 for index, token in enumerate(row) if token in stops), len(row))
+        assert set(row[end:]) <= {PAD}
+        found.append(row[:end])
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """(expert, amateur, head) as a user of transformers has them, by kind; all logits are of real ids."""
+    made = {}
+    for kind in ("smol", "llama3"):
+        pair = tiny_pair(kind)
+        head = tiny_head(pair)
+        made[kind] = (tiny_causal_lm(kind), tiny_causal_lm(kind, seed=100, layers=3), head)
+    return made
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"), "qwen3")
+
+
+def ours(model, amateur, head, method, prompts=PROMPTS, **fields):
+    """The same by our own loop."""
+    pair = Pair(LanguageModel(model, VOCAB), LanguageModel(amateur, VOCAB), None)
+    how = Settings(**{"max_new_tokens": NEW, "stop_ids": (END,), "gamma": 3, **fields})
+    made = [generation.ids for generation in decode(assemble(method, pair, head), prompts, how, 3)]
+    pair.expert.release()
+    pair.amateur.release()
+    return made
+
+
+# ---- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["smol", "llama3"])
+def test_greedy_tokens_are_those_of_our_loop(stock, kind, method, form):
+    model, amateur, head = stock[kind]
+    batch = padded()
+    found = model.generate(
+        **batch, **FORMS[form], amateur=amateur, head=head, method=method, alpha=0.5, gamma=3, max_new_tokens=NEW
+    )
+    width = batch["input_ids"].shape[1]
+    assert torch.equal(found[:, :width], batch["input_ids"])
+    assert answers(found, width) == ours(model, amateur, head, method, target=Target(alpha=0.5, temperature=0.0))
+
+
+@pytest.mark.parametrize("kind", ["smol", "llama3"])
+def test_the_expert_alone_is_stock_generate(stock, kind):
+    """Also in shape and padding, for rows that end at different places."""
+    model, _, head = stock[kind]
+    batch = padded()
+    free = model.generate(**batch, max_new_tokens=12, eos_token_id=None)
+    stops = [END, int(free[0, batch["input_ids"].shape[1] + 3]), int(free[1, batch["input_ids"].shape[1] + 6])]
+    expected = model.generate(**batch, max_new_tokens=12, eos_token_id=stops)
+    for method in ("ar", "expert_sd"):
+        same = dict(custom_generate=contrastive, method=method, head=head, max_new_tokens=12, eos_token_id=stops)
+        assert torch.equal(model.generate(**batch, **same), expected)
+    unending = dict(custom_generate=contrastive, method="ar", max_new_tokens=12, eos_token_id=None)
+    assert torch.equal(model.generate(**batch, **unending), free)
+
+
+def test_a_single_row_without_a_mask_and_a_max_length(stock):
+    model, amateur, _ = stock["smol"]
+    ids = torch.tensor([PROMPTS[1].ids])
+    given = dict(custom_generate=contrastive, amateur=amateur, method="cd", alpha=0.5)
+    found = model.generate(ids, **given, max_length=ids.shape[1] + NEW)
+    assert torch.equal(found, model.generate(input_ids=ids, **given, max_new_tokens=NEW))
+    assert answers(found, ids.shape[1]) == ours(
+        model, amateur, None, "cd", PROMPTS[1:2], target=Target(alpha=0.5, temperature=0.0)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("method", ["cd", "dcd_eagle3"])
+def test_sampled_tokens_are_those_of_our_loop(stock, method, form):
+    model, amateur, head = stock["smol"]
+    batch = padded()
+    given = dict(amateur=amateur, head=head, method=method, alpha=0.5, gamma=3, max_new_tokens=NEW, top_k=0)
+    found = model.generate(**batch, **FORMS[form], **given, do_sample=True, temperature=0.7, seed=5)
+    expected = ours(model, amateur, head, method, target=Target(alpha=0.5, temperature=0.7), seed=5)
+    assert answers(found, batch["input_ids"].shape[1]) == expected
+
+
+def test_torch_s_seed_repeats_a_sample(stock):
+    model, amateur, _ = stock["smol"]
+    given = dict(custom_generate=contrastive, amateur=amateur, method="dcd_ngram", do_sample=True, top_k=0)
+
+    def drawn(seed=None, **more):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return model.generate(**padded(PROMPTS[:1]), **given, max_new_tokens=12, eos_token_id=None, **more)
+
+    first, second = drawn(1), drawn()
+    assert torch.equal(first, drawn(1)) and not torch.equal(first, second)
+    rows = drawn(num_return_sequences=3)
+    assert len({tuple(row) for row in rows.tolist()}) == 3, "each its own"
+
+
+def test_a_dict_can_be_returned(stock):
+    model, amateur, _ = stock["smol"]
+    given = dict(custom_generate=contrastive, amateur=amateur, method="cd", max_new_tokens=NEW)
+    found = model.generate(**padded(), **given, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, model.generate(**padded(), **given))
+
+
+def test_tokens_are_streamed(stock, capsys):
+    model, amateur, _ = stock["smol"]
+    tokenizer = tiny_tokenizer()
+    one = padded(PROMPTS[:1])
+    given = dict(amateur=amateur, method="cd", alpha=0.5, max_new_tokens=NEW)
+    found = model.generate(**one, **given, custom_generate=contrastive)
+    text = tokenizer.decode(found[0, one["input_ids"].shape[1] :])
+    capsys.readouterr()
+    streamer = TextStreamer(tokenizer, skip_prompt=True)
+    model.generate(**one, **given, **FORMS["callable"], stream_to=streamer)
+    assert capsys.readouterr().out.strip() == text
+    model.generate(**one, **given, **FORMS["folder"], streamer=TextStreamer(tokenizer, skip_prompt=True))
+    assert capsys.readouterr().out.strip() == text
+    with pytest.raises(UserError, match="a streamer shows one row"):
+        model.generate(**padded(), **given, **FORMS["callable"], stream_to=streamer)
+
+
+# ---- models by name --------------------------------------------------------------------------------------------------
+
+
+def test_names_give_the_tokens_of_the_loaded_pair(world):
+    """With logits that are padded beyond the tokenizer, whose padding no row may reach."""
+    names = [str(world / name) for name in ("expert", "amateur", "head")]
+    model = AutoModelForCausalLM.from_pretrained(names[0])
+    pair, head = load_models(*names, "float32", "cpu")
+    assert pair.expert.vocab == VOCAB < model.config.vocab_size
+    how = Settings(Target(alpha=0.5, temperature=0.0), NEW, (END,), gamma=3)
+    expected = [generation.ids for generation in decode(assemble("dcd_eagle3", pair, head), PROMPTS, how, 3)]
+    batch = padded()
+    for form in FORMS.values():
+        found = model.generate(**batch, **form, amateur=names[1], head=names[2], alpha=0.5, gamma=3, max_new_tokens=NEW)
+        assert answers(found, batch["input_ids"].shape[1]) == expected
+
+
+def test_a_named_model_is_read_again_when_it_changed(world, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(world / "expert")
+    given = dict(custom_generate=contrastive, method="cd", alpha=2.0, max_new_tokens=12, eos_token_id=None)
+    save_tiny(tmp_path / "amateur", "qwen3", seed=7, layers=2)
+    first = model.generate(**padded(), **given, amateur=tmp_path / "amateur")
+    assert torch.equal(first, model.generate(**padded(), **given, amateur=tmp_path / "amateur"))
+    shutil.rmtree(tmp_path / "amateur")
+    save_tiny(tmp_path / "amateur", "qwen3", seed=8, layers=3)
+    assert not torch.equal(first, model.generate(**padded(), **given, amateur=tmp_path / "amateur"))
+
+
+def test_other_vocabularies_are_refused(world, stock, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(world / "expert")
+    save_tiny(tmp_path / "other", "qwen3", layers=2)
+    path = tmp_path / "other" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w5"', '"w-five"'))
+    given = dict(**padded(), custom_generate=contrastive, method="cd", max_new_tokens=NEW)
+    with pytest.raises(UserError, match="different vocabularies: id 13 is 'w5'"):
+        model.generate(**given, amateur=str(tmp_path / "other"))
+    with pytest.raises(UserError, match="104 logits and the amateur 96, and their tokenizers are not there"):
+        tiny_causal_lm("qwen3").generate(**given, amateur=stock["smol"][1])
+
+
+def test_the_head_of_another_expert_is_refused(world, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(world / "expert")
+    path = tmp_path / "head" / "config.json"
+    given = dict(**padded(), custom_generate=contrastive, amateur=world / "amateur", head=path.parent)
+    for change, message in (
+        ({"target_hidden_size": 48}, "target_hidden_size 48"),
+        ({"vocab_size": 512}, "vocab_size 512"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 40]}}, r"layers \(2, 4, 41\)"),
+    ):
+        shutil.copytree(world / "head", path.parent, dirs_exist_ok=True)
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(UserError, match=f"head of another expert than .*{message}"):
+            model.generate(**given, max_new_tokens=NEW)
+
+
+def test_the_models_are_given_back_as_they_were(stock):
+    model, amateur, head = tiny_causal_lm("smol"), tiny_causal_lm("smol", 100, 3), stock["smol"][2]
+    model.train()
+    model.model.norm.eval()
+    amateur.lm_head.weight.requires_grad_(False)
+
+    def state(one):
+        hooks = sum(len(module._forward_pre_hooks) for module in one.modules())
+        return [p.requires_grad for p in one.parameters()], [module.training for module in one.modules()], hooks
+
+    before = state(model), state(amateur)
+    given = dict(**padded(), custom_generate=contrastive, amateur=amateur, head=head, max_new_tokens=NEW)
+    model.generate(**given)
+    assert (state(model), state(amateur)) == before
+    with pytest.raises(UserError):
+        model.generate(**given, rule="guess")
+    with pytest.raises(UserError):
+        model.generate(**given, method="warp")
+    assert (state(model), state(amateur)) == before
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"num_beams": 2}, "generation mode 'beam_search' cannot be honoured"),
+        ({"prompt_lookup_num_tokens": 3}, "generation mode 'assisted_generation' cannot be honoured"),
+        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor cannot be honoured"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor cannot be honoured"),
+        ({"min_new_tokens": 3}, "LengthLogitsProcessor cannot be honoured"),
+        ({"bad_words_ids": [[9]]}, "NoBadWordsLogitsProcessor cannot be honoured"),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor cannot be honoured"),
+        ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper cannot be honoured"),
+        ({"max_time": 5.0}, "MaxTimeCriteria cannot be honoured"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores cannot be honoured"),
+        ({"logits_processor": LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)])}, "NoRepeatNGram"),
+        ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(5.0)])}, "MaxTimeCriteria"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [9]}, "PrefixConstrainedLogitsProcessor"),
+        ({"position_ids": torch.arange(10).expand(3, -1)}, "position_ids cannot be honoured"),
+        ({"method": "warp"}, "method 'warp' is unknown"),
+        ({"amateur": None}, "contrasts with an amateur, and none is given"),
+        ({"method": "dcd_eagle3"}, "drafts with an EAGLE3 head, and none is given"),
+        ({"alpha": -1.0}, "alpha must be a finite number >= 0"),
+        ({"cutoff": 2.0}, "cutoff must lie in"),
+        ({"max_new_tokens": 600}, "passes the context"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(stock, form, more, message):
+    model, amateur, _ = stock["smol"]
+    batch = padded()
+    given = dict(amateur=amateur, method="cd", max_new_tokens=NEW) | more
+    with pytest.raises(UserError, match=message):
+        model.generate(**batch, **FORMS[form], **given)
+
+
+def test_masks_that_are_no_left_padding_are_refused(stock):
+    model, amateur, _ = stock["smol"]
+    ids = torch.tensor([[9, 10, 11, 12], [9, 10, 11, 12]])
+    given = dict(custom_generate=contrastive, amateur=amateur, method="cd", max_new_tokens=NEW)
+    for hole in ([1, 1, 1, 0], [1, 0, 1, 1]):
+        with pytest.raises(UserError, match="attention_mask cannot be honoured"):
+            model.generate(ids, attention_mask=torch.tensor([[1, 1, 1, 1], hole]), **given)
+    with pytest.raises(UserError, match="prompt '2' is empty"):
+        model.generate(ids, attention_mask=torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]), **given)
+
+
+def test_a_filled_cache_and_other_attention_are_refused(stock):
+    model, amateur, _ = stock["smol"]
+    ids = torch.tensor([[9, 10, 11, 12]])
+    given = dict(custom_generate=contrastive, amateur=amateur, method="cd", max_new_tokens=NEW)
+    cache = LanguageModel(tiny_causal_lm("smol"), VOCAB)._cache_keyword
+    filled = getattr(model(input_ids=ids[:, :3], use_cache=True), cache)
+    with pytest.raises(UserError, match="a cache that is filled already"):
+        model.generate(ids, **{cache: filled}, **given)
+    eager = tiny_causal_lm("smol")
+    eager.set_attn_implementation("eager")
+    with pytest.raises(UserError, match="eager attention takes no 4D bool masks"):
+        eager.generate(ids, **given)
+
+
+def test_an_assistant_model_is_refused_by_the_folder(stock):
+    model, amateur, _ = stock["smol"]
+    given = dict(**padded(), **FORMS["folder"], amateur=amateur, method="cd", max_new_tokens=NEW)
+    with pytest.raises(UserError, match="assistant_model is not used"):
+        model.generate(**given, assistant_model=amateur)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        model.generate(**given | {"trust_remote_code": False})
+
+
+def test_processors_are_read_in_their_order():
+    warm, top = TemperatureLogitsWarper(0.5), TopKLogitsWarper(5)
+    assert read_sampling([warm, top, LogitNormalization()], True) == {"temperature": 0.5, "top_k": 5}
+    assert read_sampling([], True) == {"temperature": 1.0}
+    assert read_sampling([], False) == {"temperature": 0.0}
+    for wrong in ([top, warm], [warm, warm]):
+        with pytest.raises(UserError, match="in the order"):
+            read_sampling(wrong, True)
+    with pytest.raises(UserError, match="TypicalLogitsWarper"):
+        read_sampling([TypicalLogitsWarper(0.5)], True)
+    with pytest.raises(UserError, match="TemperatureLogitsWarper"):
+        read_sampling([warm], False)

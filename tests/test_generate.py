@@ -1,0 +1,325 @@
+"""Answers on the terminal: from every source, in every form, with refusals of one line each."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+from tiny_world import make_world
+
+import dcd_core.generate as entry
+from dcd_core.api import Decoder, Stream, load
+from dcd_core.config import run_entry
+from dcd_core.prompts import read_prompts
+
+FAST = ["--max_new_tokens=8", "--gamma=3", "--device=cpu", "--dtype=float32", "--alpha=0.5"]
+OPTIONS = {"max_new_tokens": 8, "gamma": 3, "alpha": 0.5}
+LINES = ["w1 w2", "w3 w4 w5", "w6"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"), prompts=3)
+
+
+@pytest.fixture(scope="module")
+def cd(world):
+    return load(*(str(world / name) for name in ("expert", "amateur", "head")), dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """What stands on the standard input."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def flags(world, *more):
+    return [*(f"--{name}={world / name}" for name in ("expert", "amateur", "head")), *FAST, *more]
+
+
+def texts(cd, prompts, method="dcd_eagle3", **options):
+    return [answer.text for answer in cd.generate(prompts, method, **{**OPTIONS, **options})]
+
+
+# ---- one answer ------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_goes_out_and_the_figures_to_the_error_stream(world, cd, capsys):
+    assert entry.main(flags(world, "--prompt", LINES[0])) == 0
+    shown = capsys.readouterr()
+    assert shown.out == texts(cd, LINES[:1])[0] + "\n"
+    assert shown.err.startswith("dcd_eagle3: 1 answer, 8 tokens, ")
+    for figure in ("s of prefill", "tokens/s", "accepted_length", "tokens_per_round"):
+        assert figure in shown.err
+
+
+def test_text_is_shown_as_soon_as_it_is_known(world, cd, monkeypatch):
+    class Terminal(io.StringIO):
+        def flush(self):
+            seen.append(self.getvalue())
+
+    seen = []
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    entry.main(flags(world, "--prompt", LINES[0], "--method=cd"))
+    whole = texts(cd, LINES[:1])[0] + "\n"
+    assert len(seen) >= 8 and seen[-1] == whole and all(whole.startswith(part) for part in seen)
+
+
+def test_a_raw_text_is_continued(world, cd, capsys):
+    entry.main(flags(world, "--prompt", LINES[0], "--raw"))
+    assert capsys.readouterr().out == texts(cd, LINES[:1], raw=True)[0] + "\n" != texts(cd, LINES[:1])[0] + "\n"
+
+
+def test_every_flag_of_decoding_arrives(world, cd, capsys, monkeypatch):
+    asked = []
+    real = Decoder.stream
+    monkeypatch.setattr(
+        Decoder, "stream", lambda self, *a, **options: asked.append(options) or real(self, *a, **options)
+    )
+    given = {"alpha": 0.25, "cutoff": 0.1, "temperature": 0.5, "max_new_tokens": 5, "gamma": 2, "branch": 1, "nodes": 0}
+    given |= {"stop_below": 0.0, "rule": "shared_noise", "seed": 3}
+    entry.main(flags(world, "--prompt=w1", *(f"--{name}={value}" for name, value in given.items())))
+    assert given.items() <= asked[0].items()
+    assert capsys.readouterr().out == texts(cd, ["w1"], **given)[0] + "\n"
+
+
+# ---- many answers ----------------------------------------------------------------------------------------------------
+
+
+def test_prompts_come_from_the_standard_input(world, cd, capsys, typed):
+    typed("\n".join([LINES[0], "", *LINES[1:]]) + "\n")
+    entry.main(flags(world))
+    expected = texts(cd, LINES)
+    assert capsys.readouterr().out == "".join(f"== {n}\n{text}\n" for n, text in enumerate(expected, start=1))
+    typed("\n".join(LINES) + "\n")
+    entry.main(flags(world, "--whole"))
+    assert capsys.readouterr().out == texts(cd, ["\n".join(LINES) + "\n"])[0] + "\n"
+    typed("\n".join(LINES))
+    entry.main(flags(world, "--limit=1"))
+    assert capsys.readouterr().out == expected[0] + "\n"
+
+
+def test_typed_prompts_are_answered_one_by_one(world, cd, capsys, monkeypatch):
+    class Keyboard(io.StringIO):
+        def isatty(self):
+            return True
+
+        def readline(self, *arguments):
+            events.append("read")
+            return super().readline(*arguments)
+
+        def __next__(self):
+            line = self.readline()
+            if not line:
+                raise StopIteration
+            return line
+
+    events = []
+    real = Stream._run
+
+    def noted(self):
+        events.append("answer")
+        return real(self)
+
+    monkeypatch.setattr(Stream, "_run", noted)
+    monkeypatch.setattr(sys, "stdin", Keyboard("\n".join(LINES)))
+    assert entry.main(flags(world)) == 0
+    assert events == ["read", "answer", "read", "answer", "read", "answer", "read"]
+    shown = capsys.readouterr()
+    assert "".join(f"{text}\n" for text in texts(cd, LINES)) == shown.out
+    assert "ctrl-D" in shown.err and "3 answers" in shown.err
+
+
+def test_prompts_come_from_a_file(world, cd, capsys, tmp_path):
+    entry.main(flags(world, f"--prompts={world / 'prompts.jsonl'}", "--limit=2"))
+    prompts, _ = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"), 2)
+    expected = "".join(f"== {p.id}\n{text}\n" for p, text in zip(prompts, texts(cd, prompts), strict=True))
+    assert capsys.readouterr().out == expected
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"prompt": line}) + "\n" for line in LINES))
+    entry.main(flags(world, f"--prompts={tmp_path / 'texts.jsonl'}"))
+    assert capsys.readouterr().out == "".join(f"== {n}\n{t}\n" for n, t in enumerate(texts(cd, LINES), start=1))
+
+
+@pytest.mark.parametrize("batch", ["--batch=1", "--batch=2", "--batch=8"])
+def test_answers_as_json_lines(world, cd, capsys, batch):
+    entry.main(flags(world, f"--prompts={world / 'prompts.jsonl'}", "--json", batch))
+    shown = capsys.readouterr()
+    found = {record["id"]: record for record in map(json.loads, shown.out.splitlines())}
+    prompts, _ = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"))
+    for prompt, answer in zip(prompts, cd.generate(prompts, **OPTIONS), strict=True):
+        record, made = found.pop(prompt.id), answer.generation
+        assert (record["text"], record["ids"], record["finish"]) == (answer.text, made.ids, made.finish)
+        assert record["tokens_per_round"] == pytest.approx((len(made.ids) - 1) / len(made.rounds))
+        assert record["method"] == "dcd_eagle3"
+    assert not found and "dcd_eagle3: 3 answers, " in shown.err
+
+
+def test_batched_answers_are_shown_whole(world, cd, capsys):
+    entry.main(flags(world, f"--prompts={world / 'prompts.jsonl'}", "--batch=2"))
+    prompts, _ = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"))
+    expected = {f"{p.id}\n{text}\n" for p, text in zip(prompts, texts(cd, prompts), strict=True)}
+    assert set(capsys.readouterr().out.split("== ")[1:]) == expected
+
+
+def test_a_stopped_run_still_says_how_fast_it_was(world, capsys, typed, monkeypatch):
+    real, calls = Stream._run, []
+
+    def stops(self):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(Stream, "_run", stops)
+    typed("\n".join(LINES))
+    assert entry.main(flags(world)) == 130
+    assert "1 answer, 8 tokens" in capsys.readouterr().err
+
+
+# ---- two methods -----------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_takes_turns_and_says_what_is_equal(world, cd, capsys, monkeypatch):
+    order, real = [], Decoder.stream
+
+    def noted(self, prompt, method, **options):
+        order.append((prompt.id, method, options["max_new_tokens"]))
+        return real(self, prompt, method, **options)
+
+    monkeypatch.setattr(Decoder, "stream", noted)
+    monkeypatch.setattr(entry, "WARM_UP", 4)
+    entry.main(flags(world, f"--prompts={world / 'prompts.jsonl'}", "--compare=cd"))
+    mine, other = "dcd_eagle3", "cd"
+    assert order[:2] == [("p0", mine, 4), ("p0", other, 4)], "the warm-up"
+    assert [(name, method) for name, method, _ in order[2:]] == [
+        *(("p0", mine), ("p0", other)),
+        *(("p1", other), ("p1", mine)),
+        *(("p2", mine), ("p2", other)),
+    ]
+    shown = capsys.readouterr()
+    prompts, _ = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"))
+    monkeypatch.undo()
+    expected = zip(prompts, texts(cd, prompts), strict=True)
+    assert shown.out == "".join(f"== {prompt.id}\n{text}\n" for prompt, text in expected)
+    lines = shown.err.splitlines()
+    assert lines[0] == "texts: 3 of 3 equal"
+    assert lines[1].startswith("dcd_eagle3: 3 answers, 24 tokens") and lines[2].startswith("cd: 3 answers, 24 tokens")
+    assert lines[3].startswith("speed-up of dcd_eagle3 over cd: ") and float(lines[3].split()[-1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--dtype=bfloat16"], "not compared, as rounding decides near-ties in bfloat16"),
+        (["--temperature=1"], "not compared, as each method draws its own"),
+        (["--compare=ar"], "not compared, as dcd_eagle3 and ar have different targets"),
+        (["--temperature=1", "--rule=shared_noise"], "1 of 1 equal"),
+        (["--method=expert_sd", "--compare=ar"], "1 of 1 equal"),
+    ],
+)
+def test_equality_is_claimed_only_where_it_has_to_hold(world, capsys, more, message):
+    entry.main(flags(world, "--prompt", LINES[0], "--compare=cd", *more))
+    assert f"texts: {message}" in capsys.readouterr().err
+
+
+def test_a_wrong_text_is_seen(world, capsys, monkeypatch):
+    """Negative control: one method's third token is changed after the fact."""
+    real = entry.answer_one
+
+    def tampered(decoder, prompt, config, tally, method="", titled=False):
+        answer = real(decoder, prompt, config, tally, method, titled)
+        if method == "cd":
+            answer.generation.ids[2] += 1
+        return answer
+
+    monkeypatch.setattr(entry, "answer_one", tampered)
+    entry.main(flags(world, "--prompt", LINES[0], "--compare=cd"))
+    assert "texts: 0 of 1 equal; 1 parts at token 3 (diagnostics/identity.py" in capsys.readouterr().err
+
+
+def test_a_comparison_as_json_holds_both(world, capsys):
+    entry.main(flags(world, "--prompt", LINES[0], "--compare=cd", "--json"))
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["method"] for record in records] == ["dcd_eagle3", "cd"]
+    assert records[0]["ids"] == records[1]["ids"]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--method=warp"], "method 'warp' is unknown; choose one of ar, cd,"),
+        (["--compare=warp"], "method 'warp' is unknown; choose one of ar, cd,"),
+        (["--amateur="], "method dcd_eagle3 contrasts with an amateur, and none is given: name one (--amateur)"),
+        (["--head="], "method dcd_eagle3 drafts with an EAGLE3 head, and none is given: name one (--head)"),
+        (["--method=ar", "--compare=dcd_eagle3", "--head="], "method dcd_eagle3 drafts with an EAGLE3 head"),
+        (["--head=nowhere"], "no head at nowhere"),
+        (["--expert=/nowhere"], "there is no folder /nowhere"),
+        (["--amateur=/nowhere"], "there is no folder /nowhere"),
+        (["--prompt="], "the prompt is empty"),
+        (["--prompt", " \n"], "the prompt is empty"),
+        (["--prompt", "w1 " * 600], "with 8 new ones it passes the context of"),
+        (["--max_new_tokens=600"], "with 600 new ones it passes the context of"),
+        (["--max_new_tokens=0"], "max_new_tokens must be at least 1, got 0"),
+        (["--alpha=-0.1"], "alpha must be a finite number >= 0, got -0.1"),
+        (["--alpha=nan"], "--alpha must be a finite number, got nan"),
+        (["--cutoff=1.5"], "cutoff must lie in [0, 1], got 1.5"),
+        (["--cutoff=-0.1"], "cutoff must lie in [0, 1], got -0.1"),
+        (["--temperature=-1"], "temperature must be a finite number >= 0"),
+        (["--gamma=0"], "gamma must be at least 1, got 0"),
+        (["--rule=guess"], "rule 'guess' is unknown"),
+        (["--batch=0"], "--batch must be at least 1, got 0"),
+        (["--dtype=int8"], "dtype 'int8' is unknown"),
+        (["--template_args={"], "--template_args is not JSON"),
+        (["--prompts=nowhere.jsonl"], "--prompt and --prompts both say what to answer"),
+        (["--whole"], "--whole is about the standard input"),
+        (["--compare=dcd_eagle3"], "--compare sets two methods side by side"),
+        (["--compare=cd", "--batch=2"], "leave --batch out"),
+        (["--tokens=5"], "unrecognized arguments: --tokens=5"),
+    ],
+)
+def test_a_refusal_is_one_line_and_exit_code_2(world, capsys, more, message):
+    given = flags(world, "--prompt=w1", *more)
+    assert run_entry(lambda: entry.main(given)) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.startswith("error: ")
+    assert message in shown.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_hidden_size": 48}, "target_hidden_size 48 (expert: 32)"),
+        ({"vocab_size": 512}, "vocab_size 512 (expert: 96)"),
+        ({"rope_theta": 5.0, "rope_parameters": None}, "rope_theta 5.0 (expert: 100000.0)"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 40]}}, "layers (2, 4, 41)"),
+    ],
+)
+def test_the_head_of_another_expert_is_refused(world, tmp_path, capsys, change, message):
+    shutil.copytree(world / "head", tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    given = flags(world, "--prompt=w1", f"--head={tmp_path / 'head'}")
+    assert run_entry(lambda: entry.main(given)) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and "is the head of another expert than" in shown.err and message in shown.err
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_an_empty_standard_input_is_refused(world, capsys, typed, text):
+    for more in ([], ["--whole"]):
+        typed(text)
+        assert run_entry(lambda more=more: entry.main(flags(world, *more))) == 2
+        shown = capsys.readouterr().err
+        assert shown.count("\n") == 1 and ("there is no prompt" in shown or "the prompt is empty" in shown)
+
+
+def test_nothing_is_loaded_for_prompts_that_are_refused(world, monkeypatch, typed, capsys):
+    monkeypatch.setattr(entry, "load", lambda *_: pytest.fail("no model is loaded"))
+    typed("w1\n")
+    assert run_entry(lambda: entry.main(flags(world, "--prompts=nowhere.jsonl"))) == 2
+    assert run_entry(lambda: entry.main(flags(world, "--prompt= "))) == 2
+    assert capsys.readouterr().err.count("error: ") == 2
