@@ -1,4 +1,4 @@
-"""Part four of the certificate: negative controls. Each fault must be caught by the test that the shipped loop passes."""
+"""Part four of the certificate: negative controls. A fault must be caught by the test that the shipped loop passes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from dcd_core.contrast import Target
 from dcd_core.methods import METHODS
 from diagnostics import faults
-from diagnostics.certificate_laws import Laws, offers, rules_of, toy_method, toy_settings
+from diagnostics.certificate_laws import Aim, Laws, offers, rules_of, toy_method, toy_settings
 from diagnostics.certificate_page import Line
 from diagnostics.faults import Fault, in_batch, in_drafts
 from diagnostics.g_test import FAILS_BELOW
 from diagnostics.toy_pair import Toy, texts
 
-TARGET = Target(alpha=1.0)
+AIM = Aim(Target.dcd(1.0))
 SIBLINGS = {"gamma": 1, "branch": 3}
 
 
@@ -51,7 +51,7 @@ def method_of(control: Control, toy: Toy, seed: int) -> str | None:
     """The method that a control runs; None where there is none yet."""
     if control.method:
         return control.method if control.method in METHODS else None
-    settings = toy_settings(TARGET, control.rule, seed, **control.settings)
+    settings = toy_settings(AIM.target, control.rule, seed, **control.settings)
     for name, method in METHODS.items():
         fits = method.contrast and control.rule in rules_of(toy_method(name, toy).drafter)
         if fits and offers(name, toy, settings):
@@ -65,10 +65,10 @@ def controlled(control: Control, laws: Laws) -> Line:
     if name is None:
         wanted = control.method or f"any method with {control.rule} drafts of {control.settings}"
         return Line("controls", control.name, note=f"needs {wanted}, which is not in METHODS")
-    settings = toy_settings(TARGET, control.rule, laws.seed, **control.settings)
+    settings = toy_settings(AIM.target, control.rule, laws.seed, **control.settings)
     with control.fault(toy_method(name, laws.toy), settings) as (method, wrong):
-        faulty = laws.tested(texts(method, wrong, laws.samples), name, TARGET)
-    clean = laws.tested(texts(toy_method(name, laws.toy), settings, laws.samples), name, TARGET)
+        faulty = laws.tested(texts(method, wrong, laws.samples), name, AIM)
+    clean = laws.tested(texts(toy_method(name, laws.toy), settings, laws.samples), name, AIM)
     shape = ", ".join(f"{key} {value}" for key, value in control.settings.items())
     figures = {
         "method": name,

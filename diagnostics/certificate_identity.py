@@ -5,15 +5,13 @@ from __future__ import annotations
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt
 from dcd_core.methods import METHODS
-from diagnostics.certificate_laws import VARIANTS, offers, rules_of, toy_method, toy_settings
+from diagnostics.certificate_laws import PLAIN, VARIANTS, offers, rules_of, toy_method, toy_settings
 from diagnostics.certificate_page import Line
 from diagnostics.identity_checks import REFERENCES, Check, Writer, held_against
 from diagnostics.toy_pair import Toy
 
-REAL_VARIANTS = (
-    "chain",
-    "tree",
-)  # names in certificate_laws.VARIANTS; the drafts' length is the entry script's setting
+# names in VARIANTS, each with the cutoff it is tried at (how long drafts may be is the entry script's setting)
+REAL_VARIANTS = {PLAIN: 0.0, "tree": 0.0, "lazy": 0.1, "deferred": 0.0}
 LOOP_PROMPTS = 2  # the cache-free loop is slow
 
 
@@ -27,22 +25,29 @@ def planned_checks(toy: Toy, alphas: list[float], prompts: int, head: bool) -> l
     plan = [Check("cd", "loop", alpha, 0.0, min(LOOP_PROMPTS, prompts)) for alpha in alphas]
     for temperature in (0.0, 1.0):
         for name, method in METHODS.items():
-            if name in REFERENCES or (method.needs_head and not head):
+            if method.needs_head and not head:
                 continue
             expected, strengths = ("cd", alphas) if method.contrast else ("ar", [0.0])
-            for variant, more in variants_of(name, toy, temperature):
-                plan += [Check(name, expected, alpha, temperature, prompts, more, variant) for alpha in strengths]
+            for variant in variants_of(name, toy, temperature):
+                more = {key: value for key, value in VARIANTS[variant].items() if key != "gamma"}
+                cutoff = REAL_VARIANTS[variant]
+                plan += [
+                    Check(name, expected, alpha, temperature, prompts, more, variant, cutoff) for alpha in strengths
+                ]
     return plan
 
 
-def variants_of(name: str, toy: Toy, temperature: float) -> list[tuple[str, dict]]:
-    """Name and settings of the variants that a method offers at this temperature, greedy or under shared noise."""
-    rule, found = "shared_noise" if temperature else "deterministic", []
-    if rule in rules_of(toy_method(name, toy).drafter):
-        for variant in REAL_VARIANTS:
-            if offers(name, toy, toy_settings(Target(temperature=temperature), rule, 0, **VARIANTS[variant])):
-                more = {key: value for key, value in VARIANTS[variant].items() if key != "gamma"}
-                found.append((variant, more))
+def variants_of(name: str, toy: Toy, temperature: float) -> list[str]:
+    """The variants that a method offers at this temperature, greedy or under shared noise; a reference in its plain
+    form is held against nothing."""
+    rule = "shared_noise" if temperature else "deterministic"
+    if temperature and rule not in rules_of(toy_method(name, toy).drafter):
+        return []
+    found = [] if name in REFERENCES else [PLAIN]
+    for variant, cutoff in REAL_VARIANTS.items():
+        target = Target(alpha=0.5, temperature=temperature, cutoff=cutoff)
+        if variant != PLAIN and offers(name, toy, toy_settings(target, rule, 0, **VARIANTS[variant])):
+            found.append(variant)
     return found
 
 
@@ -54,8 +59,8 @@ def checked(check: Check, prompts: list[Prompt], writer: Writer) -> Line:
         place = result["divergences"][0]
         first = f"{place['prompt_id']}, token {place['position']}, gap {place['gap']:.1e}"
     figures = {
-        "drafts": check.variant_name,
         "alpha": f"{check.alpha:g}" if check.expected != "ar" else "",
+        "cutoff": f"{check.cutoff:g}" if check.cutoff else "",
         "decoding": "T = 1, shared noise" if check.temperature else "greedy",
         "prompts": check.prompts,
         "tokens": result["tokens"],
@@ -64,5 +69,6 @@ def checked(check: Check, prompts: list[Prompt], writer: Writer) -> Line:
         "first divergence": first,
     }
     names = {"loop": "the cache-free loop"}
-    name = f"{check.found} = {names.get(check.expected, check.expected)}"
+    found = f"{check.found} ({check.variant_name})" if check.variant else check.found
+    name = f"{found} = {names.get(check.expected, check.expected)}"
     return Line("identity", name, figures, result["different"] == 0)

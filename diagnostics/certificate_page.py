@@ -24,31 +24,33 @@ class Part:
 PARTS = {
     "exact": Part(
         "Exact enumeration",
-        "The shipped verifier on a tabular expert, amateur and drafter over a few ids: every way a round may go by its "
-        "coins and draws, or by the picks of the shared noise, is walked over as many rounds as the tokens take, and the "
-        "probabilities of the texts are added up. The error is the largest difference from the product of the target; "
-        "1e-10 fails. Nothing is sampled.",
+        "The shipped verifier on a tabular expert, amateur and drafter over a few ids: every way a round may go "
+        "by its coins and draws, or by the picks of the shared noise, is walked over as many rounds as the tokens "
+        "take, and the probabilities of the texts are added up. The error is the largest difference from the "
+        "product of the target; 1e-10 fails. Nothing is sampled.",
     ),
     "laws": Part(
         "Laws of the real loop",
-        "Texts of the shipped decoding loop on a random expert, amateur and draft head over six ids, in batches of 256, "
-        "against the exact law from whole passes without a cache. Two G tests a line: the first token, and the joint law "
-        "of the next three (a round of two drafts and its extra token); p is the smaller one's, below 1e-6 fails, cells "
-        "that expect fewer than 5 are pooled. 'TV below': the smallest total variation distance of the three tokens' law "
-        "(over its cells as pooled) that would have failed the test with 99% power, whichever texts it moves: noncentral "
-        "chi-square with noncentrality 4 d^2 times the samples. 'Rows alone': texts that were the same, token by token, "
-        "when their rows were decoded one at a time and three at a time.",
+        "Texts of the shipped decoding loop on a random expert, amateur and draft head over six ids, in batches "
+        "of 256, against the exact law from whole passes without a cache. Two G tests a line: the first token, "
+        "and the joint law of the next three (a round of two drafts and its extra token); p is the smaller one's, "
+        "below 1e-6 fails, cells that expect fewer than 5 are pooled. 'TV below': the smallest total variation "
+        "distance of the three tokens' law (over its cells as pooled) that would have failed the test with 99% "
+        "power, whichever texts it moves: noncentral chi-square with noncentrality 4 d^2 times the samples. 'Rows "
+        "alone': texts that were the same, token by token, when their rows were decoded one at a time and three "
+        "at a time.",
     ),
     "identity": Part(
         "Identity with vanilla contrastive decoding",
-        "On the given pair, in fp32: greedy, and at temperature 1 under shared noise, every method must write the very "
-        "tokens of vanilla contrastive decoding (methods without a contrast: those of the expert alone). Texts may part "
-        "only where the two best scores lie closer than 1e-3 nats, which is rounding; the first such place is shown.",
+        "On the given pair, in fp32: greedy, and at temperature 1 under shared noise, every method must write the "
+        "very tokens of vanilla contrastive decoding (methods without a contrast: those of the expert alone). "
+        "Texts may part only where the two best scores lie closer than 1e-3 nats, which is rounding; the first "
+        "such place is shown.",
     ),
     "controls": Part(
         "Negative controls",
-        "The same loop and the same G tests with one fault injected at temperature 1 and alpha 1. A line passes when the "
-        "fault is caught (p below 1e-6) and the same run without the fault is not.",
+        "The same loop and the same G tests with one fault injected at temperature 1 and alpha 1. A line passes "
+        "when the fault is caught (p below 1e-6) and the same run without the fault is not.",
     ),
 }
 

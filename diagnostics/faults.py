@@ -1,8 +1,8 @@
 """Faults that were seen in the wild, each injected into the shipped loop: a patched method of a shipped class, never a
 second implementation.
 
-Every fault is a context manager ``fault(method, settings)`` that yields the method and settings to decode with; inside, the
-loop has the fault.
+Every fault is a context manager ``fault(method, settings)`` that yields the method and settings to decode with; inside,
+the loop has the fault.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class AmateurLate(Batch):
 
 
 class RolesSwapped(Batch):
-    """Expert and amateur have changed places in every second round, as where roles alternate and the order of the models
-    is not restored [seen in public CoS code]."""
+    """Expert and amateur have changed places in every second round, as where roles alternate and the order of the
+    models is not restored [seen in public CoS code]."""
 
     rounds = 0
 

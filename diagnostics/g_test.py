@@ -1,8 +1,8 @@
 """Is a sample drawn from a law? The G test, what it would have seen, and how large a sample must be.
 
 A total variation distance d moves the statistic least when it is spread over all cells in proportion to the law
-(Cauchy-Schwarz); the statistic is then noncentral chi-square with noncentrality 4 d^2 times the sample size. So "seen with
-99% power" below holds for every fault of that size, whichever cells it moves.
+(Cauchy-Schwarz); the statistic is then noncentral chi-square with noncentrality 4 d^2 times the sample size. So "seen
+with 99% power" below holds for every fault of that size, whichever cells it moves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Texts written two ways that must be the same: by a method, and by what it is held against.
 
-`ar` is held against the generate method of stock transformers, `cd` against a cache-free loop over the two stock models,
-every other contrastive method against `cd`, the others against `ar`.
+`ar` is held against the generate method of stock transformers, `cd` against a cache-free loop over the two stock
+models, every other contrastive method against `cd`, the others against `ar`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,19 @@ class Check:
     prompts: int
     variant: dict = field(default_factory=dict)
     variant_name: str = ""
+    cutoff: float = 0.0
 
     @property
     def target(self) -> Target:
-        return Target(alpha=self.alpha, temperature=self.temperature)
+        return Target(alpha=self.alpha, temperature=self.temperature, cutoff=self.cutoff)
 
     @property
     def title(self) -> str:
         noise = ", T = 1, shared noise" if self.temperature else ""
         alpha = "" if self.expected in ("generate", "ar") else f", alpha {self.alpha:g}"
         found = f"{self.found} ({self.variant_name})" if self.variant_name else self.found
-        return f"{found} = {NAMES.get(self.expected, self.expected)}{alpha}{noise}"
+        cutoff = f", cutoff {self.cutoff:g}" if self.cutoff else ""
+        return f"{found} = {NAMES.get(self.expected, self.expected)}{alpha}{cutoff}{noise}"
 
 
 class Writer:
@@ -104,8 +106,9 @@ class Writer:
 
     def kept_texts(self, name: str, check: Check, prompts: list[Prompt], index: int) -> list[list[int]]:
         """`texts` of one batch, from what a stopped run or an earlier check has left where it is there."""
-        variant = check.variant_name if name == check.found else ""
+        variant = check.variant_name if name == check.found and check.variant else ""
         key = f"{name}{variant and '-'}{variant}-{check.alpha:g}-{check.temperature:g}-{index}-{len(prompts)}"
+        key = (key + (f"-{check.cutoff:g}" if check.cutoff else "")).replace(", ", "-").replace(" ", "-")
         found = self.parts.get(key)
         if found is None:
             found = self.texts(name, check, prompts)

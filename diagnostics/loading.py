@@ -4,7 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from dcd_core.decode import Assembled
+from dcd_core.decode import Assembled, Scorer
 from dcd_core.files import file_hash
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.methods import assemble
@@ -13,10 +13,16 @@ from dcd_core.models import LanguageModel, Pair
 _HASH = re.compile(r"-[0-9a-f]{12,}$")
 
 
-def put_together(name: str, pair: Pair, head: Eagle3Head | None, lm: LanguageModel | None = None) -> Assembled:
+def put_together(
+    name: str,
+    pair: Pair,
+    head: Eagle3Head | None,
+    lm: LanguageModel | None = None,
+    contrast: list[Scorer] | None = None,
+) -> Assembled:
     """Any method, with the head and a small language model (by default the amateur, which is one) for those that draft
     with them."""
-    return assemble(name, pair, head, lm=lm or pair.amateur)
+    return assemble(name, pair, head, contrast, lm or pair.amateur)
 
 
 def short_name(path: str) -> str:

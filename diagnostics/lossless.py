@@ -7,11 +7,12 @@
 Four parts, each line of which passes or fails:
   * exact enumeration of every verification rule with every kind of draft;
   * the law of texts of the real loop on a tiny random pair, for every method, rule, draft shape and target (G tests);
-  * on the given pair, in fp32: every method writes the tokens of vanilla contrastive decoding, greedy and at temperature
-    1 under shared noise (left out when no pair is given);
+  * on the given pair, in fp32: every method writes the tokens of vanilla contrastive decoding, greedy and at
+    temperature 1 under shared noise (left out when no pair is given);
   * negative controls: the same loop with one fault injected, which the G test must catch.
-Prints a table and writes index.html (one self-contained page) and certificate.json, and metrics.json if all is well. The
-exit code is 1 if any line fails. A stopped run goes on where it was; --quick takes smaller samples and vocabularies and about a minute.
+Prints a table and writes index.html (one self-contained page) and certificate.json, and metrics.json if all is well.
+The exit code is 1 if any line fails. A stopped run goes on where it was; --quick takes smaller samples and vocabularies
+and about a minute.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
@@ -39,7 +40,8 @@ from diagnostics.toy_pair import toy_pair
 
 Task = tuple[str, Callable[[], Line]]
 """What a line is kept under, and how it is made."""
-ALONE = {True: 6, False: 32}  # rows that are decoded in small batches too, quick or not
+ALONE = {True: 3, False: 32}  # rows that are decoded in small batches too, quick or not
+CONTROL_SAMPLES = {True: 2048, False: 16384}  # the faults are large
 
 
 @dataclass
@@ -111,7 +113,9 @@ def planned_tasks(config: Config, real, parts: Parts) -> list[Task]:
     laws = Laws(toy, config.seed, samples_of(quick), ALONE[quick])
     tasks: list[Task] = [("exact-formula", functools.partial(formula, quick))]
     tasks += [(key("exact", case.title), functools.partial(enumerated, case, quick)) for case in CASES]
-    tasks += [(key("laws", case.title), functools.partial(laws.line, case)) for case in law_cases(toy, config.seed)]
+    tasks += [
+        (key("laws", case.title), functools.partial(laws.line, case)) for case in law_cases(toy, config.seed, quick)
+    ]
     if real is None:
         note = "no pair given: --expert, --amateur and --prompts"
         tasks.append(("identity-skipped", lambda: Line("identity", "real pair", note=note)))
@@ -124,7 +128,8 @@ def planned_tasks(config: Config, real, parts: Parts) -> list[Task]:
         for check in planned_checks(toy, config.alphas, len(prompts), head is not None):
             name = key("identity", f"{check.title} {check.temperature:g}")
             tasks.append((name, functools.partial(checked, check, prompts, writer)))
-    tasks += [(key("controls", control.name), functools.partial(controlled, control, laws)) for control in CONTROLS]
+    few = Laws(toy, config.seed, CONTROL_SAMPLES[quick], 0)
+    tasks += [(key("controls", control.name), functools.partial(controlled, control, few)) for control in CONTROLS]
     return tasks
 
 
@@ -149,7 +154,7 @@ def made(tasks: list[Task], parts: Parts) -> list[Line]:
 
 
 def result_settings(config: Config) -> dict:
-    """What decides a line: settings, inputs and the code that is certified; a stopped run goes on only under the same."""
+    """What decides a line: settings, inputs, the code that is certified. A stopped run goes on only under these."""
     kept = {name: value for name, value in asdict(config).items() if name not in ("output", "overwrite", "device")}
     root = Path(__file__).resolve().parent.parent
     sources = [path for room in ("dcd_core", "diagnostics") for path in sorted((root / room).rglob("*.py"))]

@@ -1,10 +1,12 @@
 """A pair so small that the law of its texts can be written down: random models over six ids, made in the process.
 
-What the certificate draws samples from and holds against :func:`exact_law`, which is made of whole passes without a cache.
+What the certificate draws samples from and holds against :func:`exact_law`, which is made of whole passes without a
+cache.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,15 +23,14 @@ from dcd_core.models import LanguageModel, Pair
 VOCAB = 6
 PADDED = 8  # logits of the models; the last two belong to no id and are cut off
 DRAFTED = (0, 1, 3, 4, 5)  # the head's vocabulary: 2 is never drafted
-TAPS = (1, 2, 3)
-PROMPT = (1, 4, 2, 0, 5, 3, 1, 2, 5, 0)  # every id is followed by something, so n-grams are always found
+LAYERS, TAPS = 4, (1, 2, 3)
+PROMPT = (1, 4, 2, 0, 5, 3, 1)  # every id is followed by something, so n-grams are always found
 BATCH = 256
 
 
 @dataclass(frozen=True)
 class Toy:
-    """A pair, an untrained head for its expert, and a small language model of its own (for methods that draft with
-    one)."""
+    """A pair, an untrained head for its expert, and a small language model (for methods that draft with one)."""
 
     pair: Pair
     head: Eagle3Head
@@ -37,28 +38,30 @@ class Toy:
 
 
 def toy_pair(seed: int, dtype: torch.dtype = torch.float64) -> Toy:
-    """Random models; fp64, so that rounding flips no coin in any number of samples that could be drawn."""
-    expert, amateur, lm = (toy_model(seed + place, layers, dtype) for place, layers in ((1, 4), (2, 2), (3, 1)))
+    """Models that are as near to one another as real ones: the amateur is the lower half of the expert and the small
+    language model the whole of it, both with noise on their weights. fp64, so that rounding flips no coin in any number
+    of samples that could be drawn."""
+    stock = random_llama(seed, dtype)
+    amateur, lm = perturbed(stock, LAYERS // 2, seed + 1), perturbed(stock, LAYERS, seed + 2)
     marked = torch.zeros(VOCAB, dtype=torch.bool)
     marked[list(DRAFTED)] = True
-    offsets = torch.tensor(DRAFTED) - torch.arange(len(DRAFTED))
-    rows = expert.model.lm_head.weight.float()
-    vocabulary = SimpleNamespace(d2t=offsets, t2d=marked)
-    head = Eagle3Head.from_expert(expert.config, vocabulary, TAPS, seed=seed + 4, output_rows=rows)
-    return Toy(Pair(expert, amateur, None), head.to(dtype), lm)
+    vocabulary = SimpleNamespace(d2t=torch.tensor(DRAFTED) - torch.arange(len(DRAFTED)), t2d=marked)
+    rows = stock.lm_head.weight.float()
+    head = Eagle3Head.from_expert(stock.config, vocabulary, TAPS, seed=seed + 3, output_rows=rows).to(dtype)
+    return Toy(Pair(LanguageModel(stock, VOCAB, TAPS), amateur, None), head, lm)
 
 
-def toy_model(seed: int, layers: int, dtype: torch.dtype) -> LanguageModel:
-    """A random Llama of some layers, 16 wide."""
+def random_llama(seed: int, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A random stock model; the scale of its weights makes rows that are neither flat nor nearly certain."""
     config = LlamaConfig(
         vocab_size=PADDED,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=layers,
+        num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
-        initializer_range=0.35,
+        initializer_range=0.25,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -66,8 +69,18 @@ def toy_model(seed: int, layers: int, dtype: torch.dtype) -> LanguageModel:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        stock = LlamaForCausalLM(config).to(dtype)
-    return LanguageModel(stock, vocab=VOCAB, feature_layers=TAPS if layers > TAPS[-1] else None)
+        return LlamaForCausalLM(config).to(dtype)
+
+
+@torch.no_grad()
+def perturbed(stock: LlamaForCausalLM, layers: int, seed: int) -> LanguageModel:
+    """The lower layers of a model, with noise on every weight."""
+    model, generator = copy.deepcopy(stock), torch.Generator().manual_seed(seed)
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
+    for weight in model.parameters():
+        weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype), alpha=0.03)
+    return LanguageModel(model, VOCAB)
 
 
 def texts(

@@ -1,7 +1,7 @@
 """The verifier is lossless: for every kind of draft, what it emits has exactly the target's law.
 
-Exact enumeration (diagnostics/enumeration.py) of the shipped function over several rounds; every negative control is the
-same code with one fault injected, and must be seen to fail.
+Exact enumeration (diagnostics/enumeration.py) of the shipped function over several rounds; every negative control is
+the same code with one fault injected, and must be seen to fail.
 """
 
 import functools
