@@ -179,7 +179,9 @@ class Batch:
         """
         late = [count == draft.nodes for count in accepted]
         if any(late):
-            noise = RoundNoise(noise.keys, noise.positions[:, -1:], noise.temperature, noise.rule)
+            # a draft that ended early is shorter than the positions
+            positions = noise.positions[:, draft.nodes : draft.nodes + 1]
+            noise = RoundNoise(noise.keys, positions, noise.temperature, noise.rule)
             last = [row[:, -1:] for row in rows]
             last[1], offer = self.drafter.late_row(draft.tokens[:, -1], late, last[0], noise)
             final, bad = self._judge(last, offer, noise)
@@ -292,7 +294,7 @@ def resolve_rule(drafter: Drafter, settings: Settings) -> str:
     """
     if settings.target.temperature == 0:
         return "deterministic"
-    rule = drafter.default_rule if settings.rule == "auto" else settings.rule
+    rule = drafter.usual_rule(settings.shape) if settings.rule == "auto" else settings.rule
     if rule not in drafter.rules:
         raise UserError(
             f"{type(drafter).__name__} cannot draft by the rule {rule!r}; it offers {', '.join(drafter.rules)}"

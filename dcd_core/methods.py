@@ -11,6 +11,8 @@ from dcd_core.decode_types import Assembled, Scorer
 from dcd_core.drafters.amateur import AmateurDrafter
 from dcd_core.drafters.cos import CosDrafter
 from dcd_core.drafters.eagle3 import Eagle3Drafter
+from dcd_core.drafters.hybrid import HybridDrafter
+from dcd_core.drafters.lm import LanguageModelDrafter
 from dcd_core.drafters.ngram import NgramDrafter
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
@@ -34,7 +36,7 @@ class Method:
     Args:
         contrast: it scores with further models than the expert.
         drafter: who drafts.
-        needs_head: the drafter is an EAGLE3 head.
+        needs_head, needs_lm: the drafter is an EAGLE3 head, or a language model of its own.
         amateur_drafts: the first model after the expert drafts, whose rows then serve drafting and scoring alike.
         saving: how the amateur's passes are placed, where that makes the method; None for the settings' own.
     """
@@ -43,6 +45,7 @@ class Method:
     contrast: bool
     drafter: Callable[[Parts], Drafter]
     needs_head: bool = False
+    needs_lm: bool = False
     amateur_drafts: bool = False
     saving: str | None = None
 
@@ -67,6 +70,14 @@ def _cos(parts: Parts) -> Drafter:
     return CosDrafter(parts.contrast[0].model)
 
 
+def _hybrid(parts: Parts) -> Drafter:
+    return HybridDrafter(parts.head, parts.pair.expert.embedding, parts.pair.expert.vocab)
+
+
+def _lm(parts: Parts) -> Drafter:
+    return LanguageModelDrafter(parts.lm, parts.pair.expert.vocab)
+
+
 METHODS = {
     "ar": Method("the expert alone, one token a pass", False, _nobody),
     "cd": Method("vanilla contrastive decoding, both models cached", True, _nobody),
@@ -75,6 +86,8 @@ METHODS = {
     "cos": Method("alternating proposals of amateur and expert", True, _cos, amateur_drafts=True),
     "dcd_ngram": Method("n-gram drafts, contrast only in verification", True, _ngram),
     "dcd_eagle3": Method("expert-aligned EAGLE3 drafts, contrast only in verification", True, _eagle3, needs_head=True),
+    "dcd_hybrid": Method("n-gram and EAGLE3 drafts in one tree", True, _hybrid, needs_head=True),
+    "dcd_lm": Method("a small language model drafts, contrast only in verification", True, _lm, needs_lm=True),
     "dcd_deferred": Method(
         "EAGLE3 drafts, the expert runs ahead, the amateur judges whole blocks",
         True,
@@ -99,7 +112,7 @@ def assemble(
             the pair's amateur. Methods of the expert alone leave it aside, as they do the amateur.
         lm: a small language model that drafts.
     Raises:
-        UserError: unknown method, missing amateur or head, scorers that do not fit the expert or the method.
+        UserError: unknown method, missing amateur, head or language model, or one of another vocabulary.
     """
     if name not in METHODS:
         raise UserError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}")
@@ -107,6 +120,8 @@ def assemble(
     scorers = contrast_scorers(name, pair, contrast) if method.contrast else []
     if method.needs_head and head is None:
         raise UserError(f"method {name} drafts with an EAGLE3 head; give --head")
+    if method.needs_lm and lm is None:
+        raise UserError(f"method {name} drafts with a language model of its own; give --lm")
     drafter = method.drafter(Parts(pair, scorers, head, lm))
     return Assembled(name, [Scorer(pair.expert), *scorers], drafter, method.saving)
 

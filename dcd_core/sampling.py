@@ -3,7 +3,7 @@
 A number depends on (seed, prompt id, sample, output position, stream, index) and on nothing else: not on the batch, the
 device, the order of the rounds or the drafter. So a row's text does not depend on its neighbours, a run can be resumed
 anywhere, and "same seed, same text" holds. Streams keep the uses apart: verifying a child, the last inverse-CDF draw,
-drawing a draft token, and the Gumbel noise of the shared-noise rule.
+drawing a draft token, the Gumbel noise of the shared-noise rule, and that which draws the children of a tree.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ def uniforms(
 
 
 def gumbel(
-    keys: Int[Tensor, " batch"], positions: Int[Tensor, "batch count"], vocab: int
+    keys: Int[Tensor, " batch"], positions: Int[Tensor, "batch count"], vocab: int, stream: int = GUMBEL
 ) -> Float[Tensor, "batch count vocab"]:
-    """Gumbel noise, fp32, for the shared-noise rule: argmax(log pi + g) is a draw from pi.
+    """Gumbel noise, fp32: argmax(log pi + g) is a draw from pi, and the k largest of log e + g, from the largest down,
+    are k draws from e without replacement. By default the noise of the shared-noise rule.
 
     The large values, which decide the argmax, come from uniforms near 0, where floats are dense: the noise is
     -log(-log(1 - u)).
     """
-    noise = uniforms(keys, positions, GUMBEL, vocab).float().clamp_max(1 - 2.0**-24)
+    noise = uniforms(keys, positions, stream, vocab).float().clamp_max(1 - 2.0**-24)
     return noise.neg_().log1p_().neg_().log_().neg_()
 
 

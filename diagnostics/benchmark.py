@@ -25,6 +25,7 @@ from dcd_core.decode import Settings
 from dcd_core.files import write_text_atomic
 from dcd_core.loading import load_models
 from dcd_core.methods import METHODS, assemble
+from dcd_core.models import load_scorer
 from dcd_core.prompts import read_prompts
 from diagnostics.agreement import TIE
 from diagnostics.contest import Contest, agreement_counts, arms, round_columns, run_contest
@@ -47,11 +48,16 @@ class Config:
     output: str = field(metadata={"help": "folder for the records"})
     amateur: str = field(default="", metadata={"help": "amateur: model folder or hub id (methods with contrast)"})
     head: str = field(default="", metadata={"help": "EAGLE3 head: folder or hub id (methods with EAGLE3 drafts)"})
+    lm: str = field(default="", metadata={"help": "small language model that dcd_lm drafts with: folder or hub id"})
     methods: list[str] = field(
-        default_factory=lambda: list(METHODS), metadata={"help": f"any of {', '.join(METHODS)}; cd is the baseline"}
+        default_factory=lambda: [name for name, method in METHODS.items() if not method.needs_lm],
+        metadata={"help": f"any of {', '.join(METHODS)}; cd is the baseline (default: all but dcd_lm)"},
     )
     alphas: list[float] = field(default_factory=lambda: [0.1, 0.5], metadata={"help": "contrast strengths"})
-    gamma: int = field(default=5, metadata={"help": "drafts per round"})
+    gamma: int = field(default=5, metadata={"help": "drafts per round; of a tree, its depth"})
+    branch: int = field(default=1, metadata={"help": "children of a drafted token; 1 drafts chains"})
+    nodes: int = field(default=0, metadata={"help": "drafted tokens of a tree (0: gamma times branch)"})
+    stop_below: float = field(default=0.0, metadata={"help": "a path ends when its draft probability falls below this"})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy"})
     rule: str = field(default="auto", metadata={"help": "auto, sampled, deterministic or shared_noise"})
     max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
@@ -87,6 +93,9 @@ class Config:
 # an answer's first token belongs to the prefill, so one token makes no round
 LEAST = {
     "gamma": 1,
+    "branch": 1,
+    "nodes": 0,
+    "stop_below": 0,
     "max_new_tokens": 2,
     "repeats": 1,
     "resamples": 1,
@@ -104,12 +113,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
-    methods = {name: assemble(name, pair, head) for name in config.methods}
+    lm = load_scorer(config.lm, pair) if config.lm else None
+    methods = {name: assemble(name, pair, head, lm=lm) for name in config.methods}
     settings = Settings(
         max_new_tokens=config.max_new_tokens,
         stop_ids=stops,
         seed=config.seed,
         gamma=config.gamma,
+        branch=config.branch,
+        nodes=config.nodes,
+        stop_below=config.stop_below,
         rule=config.rule,
         timing=True,
     )
@@ -120,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     latency = parts.get("latency")
     if latency is None:
         typical = sorted(prompts, key=lambda prompt: len(prompt.ids))[len(prompts) // 2]
-        latency = time_passes(pair, head, typical, config.gamma, config.max_new_tokens)
+        latency = time_passes(pair, head, typical, settings.shape, config.max_new_tokens, lm)
         parts.put("latency", latency)
     print_latency(latency)
     answers = list(run_contest(contest, prompts, config.warmup, parts))
@@ -137,7 +150,7 @@ def result_settings(config: Config) -> dict:
     """What decides an answer and its rounds: settings and inputs, not where results go or how they are summed."""
     left_out = ("output", "overwrite", "limit", "resamples", "dataset")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
-    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head)}
+    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head, config.lm)}
 
 
 def write_tables(folder: Path, answers: list[dict], tokenizer, latency: dict, config: Config) -> list[dict]:
@@ -151,7 +164,7 @@ def write_tables(folder: Path, answers: list[dict], tokenizer, latency: dict, co
     write_text_atomic(folder / "answers.jsonl", "\n".join(lines) + "\n")
     rows = read_records(folder / "rounds.parquet", "rounds").rows
     entries = summarise_rounds(rows, config.resamples, config.seed)
-    return with_predictions(entries, latency, config.gamma) if "amateur" in latency else entries
+    return with_predictions(entries, latency, config.gamma, config.branch) if "amateur" in latency else entries
 
 
 def metrics(entries: list[dict], latency: dict, counts: list[dict], answers: list[dict], config: Config) -> dict:

@@ -24,6 +24,7 @@ from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken
 from dcd_core.contrast import Target, scores
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.divergence import acceptance
+from dcd_core.draft import Shape
 from dcd_core.flip_risk import Deferral, margin_of
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.loading import load_models
@@ -85,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     if latency is None:
         typical = sorted(prompts, key=lambda prompt: len(prompt.ids))[len(prompts) // 2]
         widths = (2 * config.gamma + 1, 4 * config.gamma + 1)
-        latency = time_passes(pair, head, typical, config.gamma, config.max_new_tokens, more_widths=widths)
+        latency = time_passes(pair, head, typical, Shape(config.gamma), config.max_new_tokens, more_widths=widths)
         parts.put("latency", latency)
     pieces = at_every_alpha(
         prompts,

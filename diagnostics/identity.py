@@ -22,7 +22,8 @@ from tabulate import tabulate
 from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.loading import load_models
-from dcd_core.methods import METHODS
+from dcd_core.methods import METHODS, assemble
+from dcd_core.models import load_scorer
 from dcd_core.prompts import read_prompts
 from diagnostics.identity_checks import REFERENCES, Check, Writer, held_against
 from diagnostics.loading import inputs_key
@@ -38,9 +39,10 @@ class Config:
     head: str = field(metadata={"help": "EAGLE3 head: folder or hub id"})
     prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
     output: str = field(metadata={"help": "folder for the result"})
+    lm: str = field(default="", metadata={"help": "small language model that dcd_lm drafts with: folder or hub id"})
     methods: list[str] = field(
-        default_factory=lambda: [name for name in METHODS if name not in REFERENCES],
-        metadata={"help": "methods to hold against cd (expert_sd against ar)"},
+        default_factory=lambda: [name for name in METHODS if name not in REFERENCES and not METHODS[name].needs_lm],
+        metadata={"help": "methods to hold against cd (expert_sd against ar); default: all but dcd_lm"},
     )
     alphas: list[float] = field(default_factory=lambda: [0.0, 0.1, 0.5], metadata={"help": "contrast strengths"})
     limit: int = field(default=100, metadata={"help": "use the first so many prompts (0: all)"})
@@ -48,7 +50,9 @@ class Config:
     noise_prompts: int = field(default=20, metadata={"help": "prompts at temperature 1 under shared noise"})
     max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
     batch: int = field(default=8, metadata={"help": "prompts at a time"})
-    gamma: int = field(default=5, metadata={"help": "drafts per round"})
+    gamma: int = field(default=5, metadata={"help": "drafts per round; of a tree, its depth"})
+    branch: int = field(default=1, metadata={"help": "children of a drafted token; 1 drafts chains"})
+    nodes: int = field(default=0, metadata={"help": "drafted tokens of a tree (0: gamma times branch)"})
     seed: int = field(default=0, metadata={"help": "seed of the shared noise"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
@@ -62,7 +66,8 @@ class Config:
             raise ValueError(f"--methods {' '.join(self.methods)}: choose from {choices}")
         if not self.alphas or min(self.alphas) < 0:
             raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
-        refuse_below(self, batch=1, gamma=1, max_new_tokens=1, limit=0, loop_prompts=0, noise_prompts=0, seed=0)
+        least = {"batch": 1, "gamma": 1, "branch": 1, "nodes": 0, "max_new_tokens": 1}
+        refuse_below(self, **least, limit=0, loop_prompts=0, noise_prompts=0, seed=0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,9 +77,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, "float32", config.device)
+    lm = load_scorer(config.lm, pair) if config.lm else None
+    for name in config.methods:
+        assemble(name, pair, head, lm=lm)  # refused here if something is missing
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
-    writer = Writer(pair, head, stops, config, parts)
+    writer = Writer(pair, head, stops, config, parts, lm)
     plan = checks(config, len(prompts))
     results = [held_against(check, prompts[: check.prompts], writer) for check in plan]
     different = sum(result["different"] for result in results)
@@ -89,19 +97,21 @@ def checks(config: Config, prompts: int) -> list[Check]:
     free = [method for method in config.methods if not METHODS[method].contrast]
     contrastive = [method for method in config.methods if METHODS[method].contrast]
     noisy, looped = min(config.noise_prompts, prompts), min(config.loop_prompts, prompts)
+    tree = ({"branch": config.branch, "nodes": config.nodes}, "tree") if config.branch > 1 else ()
     plan = [Check("ar", "generate", 0.0, 0.0, prompts)]
-    plan += [Check(method, "ar", 0.0, 0.0, prompts) for method in free]
+    plan += [Check(method, "ar", 0.0, 0.0, prompts, *tree) for method in free]
     plan += [Check("cd", "loop", alpha, 0.0, looped) for alpha in config.alphas]
-    plan += [Check(method, "cd", alpha, 0.0, prompts) for alpha in config.alphas for method in contrastive]
-    plan += [Check(method, "ar", 0.0, 1.0, noisy) for method in free]
-    plan += [Check(method, "cd", alpha, 1.0, noisy) for alpha in config.alphas for method in contrastive]
+    plan += [Check(method, "cd", alpha, 0.0, prompts, *tree) for alpha in config.alphas for method in contrastive]
+    plan += [Check(method, "ar", 0.0, 1.0, noisy, *tree) for method in free]
+    plan += [Check(method, "cd", alpha, 1.0, noisy, *tree) for alpha in config.alphas for method in contrastive]
     return [check for check in plan if check.prompts > 0]
 
 
 def result_settings(config: Config) -> dict:
     """What decides a text; a stopped check goes on only under the same."""
-    kept = {name: getattr(config, name) for name in ("max_new_tokens", "batch", "gamma", "seed", "template_args")}
-    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head)}
+    names = ("max_new_tokens", "batch", "gamma", "branch", "nodes", "seed", "template_args")
+    kept = {name: getattr(config, name) for name in names}
+    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head, config.lm)}
 
 
 def print_results(results: list[dict]) -> None:

@@ -67,8 +67,17 @@ class Writer:
     """Texts by any method or reference, some batches at a time; each is written once and kept for every check that
     needs it."""
 
-    def __init__(self, pair: Pair, head, stops: tuple[int, ...], config: TextSettings, parts: Parts):
-        self.pair, self.head, self.stops, self.config, self.parts = pair, head, stops, config, parts
+    def __init__(
+        self,
+        pair: Pair,
+        head,
+        stops: tuple[int, ...],
+        config: TextSettings,
+        parts: Parts,
+        lm: LanguageModel | None = None,
+    ):
+        self.pair, self.head, self.lm = pair, head, lm
+        self.stops, self.config, self.parts = stops, config, parts
 
     def texts(self, name: str, check: Check, prompts: list[Prompt]) -> list[list[int]]:
         """Answers to some prompts, by a method or by "generate" or "loop"."""
@@ -89,7 +98,7 @@ class Writer:
         )
         if name == check.found:
             settings |= check.variant
-        method = put_together(name, self.pair, self.head)
+        method = put_together(name, self.pair, self.head, self.lm)
         made = decode(method, prompts, Settings(**settings), max_batch=self.config.batch)
         return [generation.ids for generation in made]
 

@@ -12,6 +12,7 @@ import torch
 
 from dcd_core.cache import KVCache
 from dcd_core.decode import Prompt
+from dcd_core.draft import Shape
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import LanguageModel, Pair
 
@@ -20,22 +21,24 @@ def time_passes(
     pair: Pair,
     head: Eagle3Head | None,
     prompt: Prompt,
-    gamma: int,
+    shape: Shape,
     answer: int,
+    lm: LanguageModel | None = None,
     repeats: int = 15,
     more_widths: tuple[int, ...] = (),
 ) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each pass by number of new tokens, as {"expert": {"1": ms, "<gamma + 1>": ms}, ...}.
+    """Median milliseconds of each pass by number of new tokens, as {"expert": {"1": ms, "<nodes + 1>": ms}, ...}.
 
-    Models: "expert" (with the taps where there is a head), "amateur" (if any), "head" (if any; one pass over true
-    features, its output layer and the argmax). The context is the prompt, cycled to a length of prompt + answer / 2
-    tokens: the middle of an answer. All passes are interleaved, so that drift of the machine hits all alike.
+    Models: "expert" (with the taps where there is a head), "amateur" and "lm" (if any), "head" (if any; one pass over
+    true features, its output layer and the argmax). Widths: one token, what a level of a tree expands, root and drafts.
+    The context is the prompt, cycled to a length of prompt + answer / 2 tokens: the middle of an answer. All passes are
+    interleaved, so that drift of the machine hits all alike.
     """
-    widths = sorted({1, gamma + 1, *more_widths})
-    length = len(prompt.ids) + answer // 2
+    widths = sorted({1, shape.branch, shape.budget + 1, *more_widths})
+    length = max(len(prompt.ids) + answer // 2, *widths)
     context = (prompt.ids * (length // len(prompt.ids) + 1))[:length]
     passes: dict[tuple[str, int], Callable[[], None]] = {}
-    for name, model in (("expert", pair.expert), ("amateur", pair.amateur)):
+    for name, model in (("expert", pair.expert), ("amateur", pair.amateur), ("lm", lm)):
         if model is not None:
             taps = name == "expert" and head is not None
             cache = _filled(model, context, max(widths))

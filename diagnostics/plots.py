@@ -24,6 +24,8 @@ GAIN_LIMIT = 0.3  # the paper cuts its colour scale there
 METHOD_STYLES = {
     "ar": ("#999999", "s", ""),
     "cd": ("#000000", "X", ""),
+    "dcd_lm": ("#F0E442", "*", "oo"),
+    "dcd_hybrid": ("#D55E00", "p", "++"),
     "expert_sd": ("#56B4E9", "v", "//"),
     "scd": ("#E69F00", "^", "\\\\"),
     "dcd_ngram": ("#009E73", "D", ".."),

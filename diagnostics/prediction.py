@@ -1,26 +1,31 @@
 """Predicted speed of a method from its accepted length and from passes timed alone [DCD, App. D]. No torch."""
 
+import numpy as np
+
 from dcd_core import cost
 
 
 def pass_ms(times: dict[str, float], width: float) -> float:
     """Milliseconds of a pass of `width` new tokens, linear between the widths that were timed."""
     known = sorted((int(key), value) for key, value in times.items())
-    (low, first), (high, last) = known[0], known[-1]
-    if high == low:
-        return first
-    return first + (last - first) * (min(max(width, low), high) - low) / (high - low)
+    return float(np.interp(width, *zip(*known, strict=True)))
 
 
 def predicted_tokens_per_second(
-    method: str, latency: dict[str, dict[str, float]], accepted_length: float, gamma: int, drafted: float
+    method: str,
+    latency: dict[str, dict[str, float]],
+    accepted_length: float,
+    gamma: int,
+    drafted: float,
+    branch: int = 1,
 ) -> float:
     """Tokens per second by the cost model.
 
     Args:
-        latency: {"expert" | "amateur" | "head": {width: ms}}, as from `latency.time_passes`.
+        latency: {"expert" | "amateur" | "head" | "lm": {width: ms}}, as from `latency.time_passes`.
         accepted_length: mean accepted drafts per round. `drafted`: mean drafts per round, which sets the width of the
             verifying passes (n-gram drafting often proposes fewer than gamma).
+        branch: nodes that a level of a tree expands; 1 for chains.
     """
     t_p1, t_p = (pass_ms(latency["expert"], width) for width in (1, drafted + 1))
     t_q1, t_q = (pass_ms(latency["amateur"], width) if "amateur" in latency else 0.0 for width in (1, drafted + 1))
@@ -35,19 +40,22 @@ def predicted_tokens_per_second(
         return 1000 * cost.cos(length, gamma, t_p, t_q1)
     if method == "dcd_ngram":
         return 1000 * cost.dcd(length, gamma, 0.0, t_p, t_q)
-    # the first of the gamma drafts re-reads what was accepted with true features, the others are one token wide
-    first, one = pass_ms(latency["head"], accepted_length + 1), pass_ms(latency["head"], 1)
-    t_e = (first + (gamma - 1) * one) / gamma
+    # the first of the gamma passes re-reads what was accepted, the others are one token or one level of a tree wide
+    drafter, wide = ("lm", 1) if method == "dcd_lm" else ("head", branch)
+    first, other = (pass_ms(latency[drafter], width) for width in (accepted_length + 1, wide))
+    t_e = (first + (gamma - 1) * other) / gamma
     return 1000 * cost.dcd(length, gamma, t_e, t_p, 0.0 if method == "expert_sd" else t_q)
 
 
-def with_predictions(entries: list[dict], latency: dict[str, dict[str, float]], gamma: int) -> list[dict]:
+def with_predictions(
+    entries: list[dict], latency: dict[str, dict[str, float]], gamma: int, branch: int = 1
+) -> list[dict]:
     """Entries of `summarise_rounds` with predicted tokens/s and speed-up over `cd`, and measured / predicted."""
     baseline = predicted_tokens_per_second("cd", latency, 0.0, gamma, 0.0)
     found = []
     for entry in entries:
         length, drafted = entry["accepted_length"]["estimate"], entry["drafted_per_round"]
-        speed = predicted_tokens_per_second(entry["method"], latency, length, gamma, drafted)
+        speed = predicted_tokens_per_second(entry["method"], latency, length, gamma, drafted, branch)
         extra = {"predicted_tokens_per_second": speed}
         extra["measured_over_predicted_tokens"] = entry["tokens_per_second"]["estimate"] / speed
         if "speedup" in entry:

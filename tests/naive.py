@@ -8,8 +8,10 @@ import torch
 from tiny import VOCAB, tiny_model, tiny_pair
 
 from dcd_core.contrast import Target, target_log_probs
-from dcd_core.decode import Prompt
+from dcd_core.decode import Assembled, Prompt
+from dcd_core.drafters.protocol import Accepted
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair
 from dcd_core.sampling import gumbel
 
@@ -77,3 +79,51 @@ def by_noise(models: list, target: Target, prompts: list[list[int]], count: int,
             row = row + gumbel(torch.tensor([key]), torch.tensor([[position]]), VOCAB)[0, 0]
         answer.append(row.argmax().item())
     return answer
+
+
+def assembled(name: str, pair: Pair, head: Eagle3Head | None = None) -> Assembled:
+    """A method with all that it may need; ``dcd_lm`` drafts with the pair's amateur."""
+    return assemble(name, pair, head, lm=pair.amateur)
+
+
+def told(expert: LanguageModel, texts: list[list[int]], starts: list[int], ends: list[int]) -> Accepted:
+    """What a drafter is told of ``texts[row][start:end]``: the tokens, and the expert's features before each."""
+    new = [text[start:end] for text, start, end in zip(texts, starts, ends, strict=True)]
+    width = max(map(len, new))
+    rows = []
+    for text, start, tokens in zip(texts, starts, new, strict=True):
+        features = expert.forward_full(torch.tensor([text]), features=True, logits=False).features[0]
+        features = features[start - 1 : start - 1 + len(tokens)]
+        rows.append(torch.nn.functional.pad(features, (0, 0, 0, width - len(tokens))))
+    padded = torch.tensor([tokens + [-1] * (width - len(tokens)) for tokens in new])
+    return Accepted(padded, [len(tokens) for tokens in new], new, torch.stack(rows))
+
+
+def fitted_head(pair: Pair, texts: list[list[int]], vocabulary=None, steps: int = 20, depth: int = 3) -> Eagle3Head:
+    """A head that knows these texts well enough for long paths of its drafts to pass, and not all of them."""
+    head = tiny_head(pair, vocabulary=vocabulary)
+    width = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+    length = torch.tensor([len(text) for text in texts])[:, None]
+    features = pair.expert.forward_full(ids, features=True, logits=False).features
+    shifted = torch.nn.functional.pad(ids, (0, depth + 2))
+    rows = torch.arange(width - 1).expand(len(texts), -1)
+    optimiser = torch.optim.Adam(head.parameters(), lr=1e-2)
+    for _ in range(steps):
+        states = head.unroll(
+            features,
+            pair.expert.embedding(shifted[:, 1 : width + 1]),
+            rows,
+            depth,
+            lambda step, state: pair.expert.embedding(shifted.gather(1, rows + 1 + step)),
+        )
+        loss = 0.0
+        for step, state in enumerate(states):
+            wanted = shifted.gather(1, rows + 2 + step)
+            known = (rows + 2 + step < length) & head.t2d[wanted]
+            wanted = torch.searchsorted(head.target_ids, wanted[known])
+            loss = loss + torch.nn.functional.cross_entropy(head.logits(state)[known], wanted)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return head.requires_grad_(False)

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from naive import greedy_cd, near_pair, some_prompts, tiny_head
+from naive import assembled, greedy_cd, near_pair, some_prompts, tiny_head
 from scipy import stats
 from tiny import VOCAB, tiny_pair
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,7 +96,7 @@ def test_tokens_are_one_more_than_the_sum_of_emitted(same, near, name, rule):
         stop_ids=tuple(range(0, VOCAB, 11)),
         rule="auto" if rule == "greedy" else rule,
     )
-    for generation in decode(assemble(name, near, tiny_head(near)), PROMPTS, settings, max_batch=3):
+    for generation in decode(assembled(name, near, tiny_head(near)), PROMPTS, settings, max_batch=3):
         assert len(generation.ids) == 1 + sum(entry.emitted for entry in generation.rounds)
         for entry in generation.rounds:
             assert 0 <= entry.accepted <= entry.drafted <= 3
@@ -116,7 +116,7 @@ def test_a_round_of_an_ngram_drafter_that_finds_nothing_counts_with_zero(same):
 def test_the_seconds_of_a_round_are_those_of_its_phases(near, timing):
     settings = Settings(Target(alpha=0.1, temperature=0.0), max_new_tokens=6, gamma=3, timing=timing)
     for name, idle in (("cd", ()), ("ar", ("amateur_s",)), ("dcd_ngram", ())):
-        generation = decode(assemble(name, near), [PROMPTS[1]], settings)[0]
+        generation = decode(assembled(name, near), [PROMPTS[1]], settings)[0]
         assert generation.prefill_s > 0
         for entry in generation.rounds:
             for phase in ("draft_s", "expert_s", "amateur_s", "rest_s"):
@@ -198,15 +198,16 @@ def test_the_counter_sees_every_kind_of_copy(call):
     assert copies.found == []
 
 
-def copies_per_step(method, settings, batch: int) -> list[list[str]]:
-    """What was copied in every prefill and round."""
+def copies_per_step(method, settings, batch: int) -> list[tuple[list[str], int]]:
+    """What was copied in every prefill and round, and the expert's passes in the round (0: a prefill)."""
     steps, rounds = [], stream(method, PROMPTS, settings, batch)
     while True:
         with HostCopies().counting() as copies:
             news = next(rounds, None)
         if news is None:
             return steps
-        steps.append(copies.found)
+        passes = [generation.rounds[-1].expert_passes for generation, _ in news if generation.rounds]
+        steps.append((copies.found, max(passes, default=0)))
 
 
 @pytest.mark.parametrize("rule", ["greedy", "auto", "shared_noise"])
@@ -219,8 +220,15 @@ def test_a_round_makes_one_copy_to_the_host(near, name, rule):
         stop_ids=tuple(range(0, VOCAB, 11)),
         rule="auto" if rule == "greedy" else rule,
     )
-    steps = copies_per_step(assemble(name, near, tiny_head(near)), settings, batch=3)
-    assert len(steps) > 3 and all(found == ["tolist"] for found in steps)
+    steps = copies_per_step(assembled(name, near, tiny_head(near)), settings, batch=3)
+    assert len(steps) > 3
+    for found, passes in steps:
+        if METHODS[name].saving == "deferred":  # one for each expert round ahead, one for the amateur's judgement
+            assert found == ["tolist"] * (passes + 1 if passes else 1)
+        elif name == "cos":  # where the expert's token was offered, whether it passed
+            assert found in (["tolist"], ["tolist"] * 2)
+        else:
+            assert found == ["tolist"]
 
 
 def test_control_a_drafter_that_looks_at_its_drafts_is_seen(near):
@@ -232,7 +240,7 @@ def test_control_a_drafter_that_looks_at_its_drafts_is_seen(near):
     method = assemble("cd", near)
     method.drafter = Looking()
     steps = copies_per_step(method, Settings(Target(temperature=0.0), max_new_tokens=3), batch=4)
-    assert [len(found) for found in steps] == [1, 2, 2]
+    assert [len(found) for found, _ in steps] == [1, 2, 2]
 
 
 # ---- the law of the text, through the real loop ----------------------------------------------------------------------
@@ -297,7 +305,7 @@ def sampled_texts(method, prompt, target, rule) -> list[list[int]]:
 )
 def test_the_joint_law_of_two_tokens_is_the_target_s(law, name, rule):
     pair, head, prompt, target, expected = law
-    samples = sampled_texts(assemble(name, pair, head), prompt, target, rule)
+    samples = sampled_texts(assembled(name, pair, head), prompt, target, rule)
     assert g_test(samples, expected) > 1e-6
 
 

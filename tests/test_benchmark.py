@@ -28,12 +28,14 @@ def flags(world, output, *more):
 
 
 def test_every_method_is_measured_predicted_and_compared(world, tmp_path, capsys):
-    assert entry.main(flags(world, tmp_path / "out", "--dtype=float32", "--repeats=2")) == 0
+    everyone = [f"--lm={world / 'amateur'}", "--methods", *METHODS]
+    assert entry.main(flags(world, tmp_path / "out", "--dtype=float32", "--repeats=2", *everyone)) == 0
     rows = read_records(tmp_path / "out" / "rounds.parquet", "rounds").rows
     assert set(rows["method"]) == set(METHODS)
     assert set(rows["run"][rows["method"] == "ar"]) == {"alpha=any repeat=0", "alpha=any repeat=1"}
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 3 * 2 * (2 + 2 * 4)
+    contrastive = sum(method.contrast for method in METHODS.values())
+    assert len(answers) == 3 * 2 * (len(METHODS) - contrastive + 2 * contrastive)
     for made in answers:  # the prefill's token belongs to no round
         mine = rows[(rows["run"] == made["run"]) & (rows["method"] == made["method"])]
         assert mine[mine["prompt_id"] == made["prompt_id"]]["emitted"].sum() == len(made["ids"]) - 1
@@ -45,9 +47,21 @@ def test_every_method_is_measured_predicted_and_compared(world, tmp_path, capsys
             assert found["speedup"]["estimate"] == found["predicted_speedup"] == 1.0
     assert {found["method"] for found in metrics["agreement"]} == set(METHODS) - {"ar", "cd"}
     assert all(found["different"] == 0 and found["equal"] > 0 for found in metrics["agreement"])
-    assert set(metrics["latency_ms"]) == {"expert", "amateur", "head"}
+    assert set(metrics["latency_ms"]) == {"expert", "amateur", "head", "lm"}
     printed = capsys.readouterr().out
     assert "speed-up over cd" in printed and "texts equal those of cd" in printed
+
+
+def test_trees_are_measured_at_a_budget_and_predicted(world, tmp_path):
+    trees = ["--branch=3", "--nodes=7", "--dtype=float32", "--alphas", "0.5"]
+    entry.main(flags(world, tmp_path / "out", *trees, "--methods", "cd", "dcd_ngram", "dcd_eagle3", "dcd_hybrid"))
+    rows = read_records(tmp_path / "out" / "rounds.parquet", "rounds").rows
+    assert set(rows["drafted"][rows["method"].isin(["dcd_eagle3", "dcd_hybrid"])]) == {7}
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert all(set(times) == {"1", "3", "8"} for times in metrics["latency_ms"].values())
+    assert all(found["different"] == 0 and found["equal"] > 0 for found in metrics["agreement"])
+    with pytest.raises(UserError, match="give --lm"):
+        entry.main(flags(world, tmp_path / "none", *trees, "--methods", "cd", "dcd_lm"))
 
 
 def test_bf16_is_never_judged_by_identity(world, tmp_path, capsys):
@@ -128,6 +142,9 @@ def test_a_stopped_run_goes_on(world, tmp_path, monkeypatch):
         (["--methods", "cd", "cd"], "none twice"),
         (["--alphas", "-1"], "--alphas must be 0 or more"),
         (["--gamma=0"], "--gamma must be at least 1"),
+        (["--branch=0"], "--branch must be at least 1"),
+        (["--nodes=-1"], "--nodes must be at least 0"),
+        (["--stop_below=1"], "stop_below is a probability"),
         (["--max_new_tokens=1"], "--max_new_tokens must be at least 2"),
         (["--dtype=int8"], "dtype 'int8' is unknown"),
         (["--head="], "drafts with an EAGLE3 head; give --head"),
@@ -179,6 +196,11 @@ def test_predictions_follow_the_cost_model_by_hand():
     # L = 1.5: the first head pass is 2.5 wide (2.3 ms), four are one wide (2 ms)
     assert speed("dcd_eagle3", 1.5, 5) == pytest.approx(2500 / (2.3 + 8 + 70))
     assert speed("expert_sd", 1.5, 5) == pytest.approx(2500 / (2.3 + 8 + 45))
+    # a level of a tree is as wide as its expanded nodes, and the passes as wide as its nodes
+    tree = predicted_tokens_per_second("dcd_hybrid", LATENCY, 1.5, 5, 5, branch=2)
+    assert tree == pytest.approx(2500 / (2.3 + 4 * 2.2 + 70))
+    lm = predicted_tokens_per_second("dcd_lm", LATENCY | {"lm": {"1": 4.0, "6": 9.0}}, 1.5, 5, 5)
+    assert lm == pytest.approx(2500 / (5.5 + 16 + 70))
     assert speed("scd", 5.0, 5) == pytest.approx(6000 / (6 * 20 + 45))
 
 

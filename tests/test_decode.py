@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from naive import greedy, greedy_cd, near_pair, some_prompts, tiny_head
+from naive import assembled, greedy, greedy_cd, near_pair, some_prompts, tiny_head
 from tiny import KINDS, VOCAB, tiny_model, tiny_pair
 
 from dcd_core.contrast import Target
@@ -63,7 +63,7 @@ def accepted(generations) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_is_the_cache_free_loop_s(pairs, plain, kind, alpha):
     for name in METHODS:
-        found = decode(assemble(name, *pairs[kind]), PROMPTS, greedy_settings(alpha), max_batch=4)
+        found = decode(assembled(name, *pairs[kind]), PROMPTS, greedy_settings(alpha), max_batch=4)
         expected = plain[kind, alpha if name in CONTRAST else 0.0]
         assert texts(found) == expected, name
         assert [(g.prompt_id, g.sample, g.finish) for g in found] == [(p.id, 0, "length") for p in PROMPTS]
@@ -72,7 +72,7 @@ def test_greedy_text_is_the_cache_free_loop_s(pairs, plain, kind, alpha):
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_of_single_rows_is_the_same(pairs, plain, kind, name):
-    found = decode(assemble(name, *pairs[kind]), PROMPTS[1:3], greedy_settings(0.5), max_batch=1)
+    found = decode(assembled(name, *pairs[kind]), PROMPTS[1:3], greedy_settings(0.5), max_batch=1)
     assert texts(found) == plain[kind, 0.5 if name in CONTRAST else 0.0][1:3]
 
 
@@ -104,7 +104,7 @@ def test_a_cutoff_is_part_of_every_method(pairs):
     assert expected != [greedy_cd(pair, prompt.ids, 0.5, TOKENS) for prompt in PROMPTS], "the cutoff matters here"
     settings = Settings(Target(alpha=0.5, temperature=0.0, cutoff=0.8), max_new_tokens=TOKENS, gamma=3)
     for name in CONTRAST:
-        assert texts(decode(assemble(name, pair, head), PROMPTS, settings, max_batch=4)) == expected
+        assert texts(decode(assembled(name, pair, head), PROMPTS, settings, max_batch=4)) == expected
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
@@ -202,11 +202,11 @@ def test_three_scorers_and_their_own_prefixes(pairs):
 def test_shared_noise_gives_vanilla_cd_s_text_whatever_the_drafter(pairs, kind):
     settings = noisy_settings(0.1, "shared_noise")
     reference = {
-        name: texts(decode(assemble(name, *pairs[kind]), PROMPTS, settings, max_batch=4)) for name in ("cd", "ar")
+        name: texts(decode(assembled(name, *pairs[kind]), PROMPTS, settings, max_batch=4)) for name in ("cd", "ar")
     }
     assert reference["cd"] != reference["ar"]
     for name in METHODS:
-        found = decode(assemble(name, *pairs[kind]), PROMPTS, settings, max_batch=2)
+        found = decode(assembled(name, *pairs[kind]), PROMPTS, settings, max_batch=2)
         assert texts(found) == reference["cd" if name in CONTRAST else "ar"], name
 
 
@@ -215,7 +215,7 @@ def test_shared_noise_of_single_rows(pairs, near, name):
     head = pairs["llama3"][1]
     settings = noisy_settings(0.5, "shared_noise")
     vanilla = assemble("cd" if name in CONTRAST else "ar", near[0])
-    found = decode(assemble(name, near[0], head), PROMPTS[:2], settings, max_batch=1)
+    found = decode(assembled(name, near[0], head), PROMPTS[:2], settings, max_batch=1)
     assert texts(found) == texts(decode(vanilla, PROMPTS[:2], settings, max_batch=2))
 
 
@@ -225,19 +225,19 @@ def test_shared_noise_of_single_rows(pairs, near, name):
         (name, rule)
         for name in METHODS
         for rule in ("sampled", "deterministic")
-        if (name, rule) != ("dcd_ngram", "sampled") and name != "ar"
+        if not (name in ("dcd_ngram", "dcd_hybrid") and rule == "sampled") and name != "ar"
     ],
 )
 def test_a_row_does_not_depend_on_its_neighbours(pairs, near, name, rule):
     settings = noisy_settings(0.3, rule)
-    pair, head = near[0] if name == "scd" else pairs["llama3"][0], pairs["llama3"][1]
-    whole = decode(assemble(name, pair, head), PROMPTS, settings, max_batch=3)
-    assert texts(decode(assemble(name, pair, head), PROMPTS[::-1], settings, max_batch=4))[::-1] == texts(whole)
-    single = decode(assemble(name, pair, head), PROMPTS[2:3], settings, max_batch=1)[0]
+    pair, head = near[0] if name in ("scd", "dcd_lm") else pairs["llama3"][0], pairs["llama3"][1]
+    whole = decode(assembled(name, pair, head), PROMPTS, settings, max_batch=3)
+    assert texts(decode(assembled(name, pair, head), PROMPTS[::-1], settings, max_batch=4))[::-1] == texts(whole)
+    single = decode(assembled(name, pair, head), PROMPTS[2:3], settings, max_batch=1)[0]
     assert single.ids == whole[2].ids
     for alone, beside in zip(single.rounds, whole[2].rounds, strict=True):
         assert (alone.accepted, alone.emitted) == (beside.accepted, beside.emitted)
-    if rule == "sampled" and name in ("scd", "dcd_eagle3", "expert_sd"):
+    if rule == "sampled" and name in ("scd", "dcd_eagle3", "expert_sd", "dcd_lm"):
         assert accepted(whole) > 0
 
 
@@ -257,7 +257,7 @@ def test_the_seed_the_prompt_and_the_sample_make_the_text(pairs):
 def test_alpha_zero_makes_dcd_the_expert_s_speculative_decoding(pairs, temperature):
     pair, head = pairs["qwen3"]
     settings = Settings(Target(temperature=temperature), max_new_tokens=TOKENS, gamma=3)
-    both, alone = (decode(assemble(name, pair, head), PROMPTS, settings, 4) for name in ("dcd_eagle3", "expert_sd"))
+    both, alone = (decode(assembled(name, pair, head), PROMPTS, settings, 4) for name in ("dcd_eagle3", "expert_sd"))
     assert texts(both) == texts(alone)
     for left, right in zip(both, alone, strict=True):
         assert [(r.drafted, r.accepted, r.emitted) for r in left.rounds] == [
@@ -271,8 +271,8 @@ def test_alpha_zero_makes_dcd_the_expert_s_speculative_decoding(pairs, temperatu
 @pytest.mark.parametrize("name", METHODS)
 def test_waiting_prompts_enter_a_running_batch(pairs, near, name):
     """Rows stop at different times, others take their place; results keep the order of the prompts."""
-    pair, head = near[0] if name == "scd" else pairs["llama3"][0], pairs["llama3"][1]
-    prompts, method = some_prompts(6, seed=3), assemble(name, pair, head)
+    pair, head = near[0] if name in ("scd", "dcd_lm") else pairs["llama3"][0], pairs["llama3"][1]
+    prompts, method = some_prompts(6, seed=3), assembled(name, pair, head)
     settings = greedy_settings(0.3, max_new_tokens=10, stop_ids=tuple(range(0, VOCAB, 9)))
     finished = []
     found = decode(method, prompts, settings, max_batch=3, on_finish=finished.append)
@@ -287,11 +287,11 @@ def test_waiting_prompts_enter_a_running_batch(pairs, near, name):
 def test_a_stream_hands_out_every_token_once(near, name):
     settings = greedy_settings(0.1, max_new_tokens=12, stop_ids=tuple(range(0, VOCAB, 9)))
     heard: dict[int, list[int]] = {}
-    for news in stream(assemble(name, near[0]), PROMPTS, settings, 2):
+    for news in stream(assembled(name, near[0]), PROMPTS, settings, 2):
         for generation, tokens in news:
             heard.setdefault(generation.index, []).extend(tokens)
             assert heard[generation.index] == generation.ids
-    assert [heard[i] for i in range(4)] == texts(decode(assemble(name, near[0]), PROMPTS, settings, 4))
+    assert [heard[i] for i in range(4)] == texts(decode(assembled(name, near[0]), PROMPTS, settings, 4))
 
 
 def test_no_prompts_no_results(pairs):

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from followed import Follows, Reduced
 from tiny import VOCAB, tiny_model, tiny_pair
 
 from dcd_core.contrast import Target
@@ -11,7 +12,7 @@ from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.draft import Shape
 from dcd_core.drafters.amateur import AmateurDrafter
 from dcd_core.drafters.eagle3 import Eagle3Drafter
-from dcd_core.drafters.ngram import NgramDrafter, NgramIndex
+from dcd_core.drafters.ngram import NgramDrafter, NgramIndex, continuation_tree
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.methods import assemble
@@ -105,6 +106,80 @@ def test_ngram_rows_that_find_nothing_draft_nothing():
     assert drafter.propose(torch.tensor([5, 4]), noise("deterministic", 2), Shape(3)).nodes == 0
 
 
+def test_several_places_of_every_match():
+    text = [1, 2, 3, 8, 1, 2, 3, 9, 7, 3, 5, 1, 2, 3]
+    assert list(NgramIndex(text).continuations(2)) == [(3, [9, 7]), (3, [8, 1]), (1, [5, 1])]
+    assert list(NgramIndex(text).continuations(1, places=1)) == [(3, [9]), (1, [5])]
+
+
+def reference_continuations(tokens: list[int], count: int, places: int) -> list[tuple[int, list[int]]]:
+    """By scanning: every earlier place of every suffix, longest first, then the most recent."""
+    found, seen = [], set()
+    for size in range(12, 0, -1):
+        ends = [end for end in range(len(tokens) - 1, size - 1, -1) if tokens[end - size : end] == tokens[-size:]]
+        for end in ends[:places] if size <= len(tokens) else ():
+            if end not in seen:
+                seen.add(end)
+                found.append((size, tokens[end : end + count]))
+    return found
+
+
+@pytest.mark.parametrize("vocab", [2, 4, 12])
+def test_continuations_are_those_of_a_scan(vocab):
+    text = torch.randint(0, vocab, (120,), generator=torch.Generator().manual_seed(vocab)).tolist()
+    for end in range(1, 120, 7):
+        for places in (1, 3):
+            found = list(NgramIndex(text[:end]).continuations(5, places))
+            assert found == reference_continuations(text[:end], 5, places)
+
+
+@pytest.mark.parametrize("vocab", [2, 5])
+def test_an_index_that_goes_back_is_as_if_it_had_never_been_further(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    index, text = NgramIndex([]), []
+    for _ in range(60):
+        new = torch.randint(
+            0, vocab, (int(torch.randint(0, 9, (), generator=generator)),), generator=generator
+        ).tolist()
+        index.extend(new)
+        text += new
+        back = int(torch.randint(0, min(len(text), 14) + 1, (), generator=generator))
+        index.rewind(back)
+        text = text[: len(text) - back]
+        fresh = NgramIndex(text)
+        assert index.tokens == fresh.tokens and index.places == fresh.places
+    with pytest.raises(ValueError, match="cannot take"):
+        index.rewind(len(text) + 1)
+
+
+def test_continuations_share_a_tree():
+    index = NgramIndex([1, 2, 3, 8, 1, 2, 3, 9, 7, 3, 5, 1, 2, 3, 9, 4, 1, 2, 3])
+    paths = {(9, 4, 1): 3, (9, 7, 3): 3, (8, 1, 2): 3, (5, 1, 2): 1}
+
+    def tree(depth, branch, nodes):
+        found, nodes = [], continuation_tree(index, Shape(depth, branch, nodes))
+        for node in nodes:
+            path = (*(found[node.parent][0] if node.parent >= 0 else ()), node.token)
+            assert node.depth == len(path)
+            found.append((path, node.match))
+        return dict(found)
+
+    whole = {path[:size]: match for path, match in reversed(paths.items()) for size in (1, 2, 3)}
+    assert tree(3, 5, 40) == whole
+    assert list(tree(3, 5, 5)) == [(9,), (9, 4), (9, 4, 1), (9, 7), (9, 7, 3)]
+    assert set(tree(3, 2, 40)) == {path for path in whole if path[0] != 5}, "the root has two children already"
+    assert list(tree(2, 1, 2)) == [(9,), (9, 4)]
+
+
+def test_ngram_trees_of_different_sizes():
+    drafter = NgramDrafter()
+    drafter.begin([[5, 6, 7, 6, 8, 6], [1, 2, 3]], first([[6, 7, 6, 8, 6, 6], [2, 3, 9]]), 10)
+    draft = drafter.propose(torch.tensor([6, 9]), noise("shared_noise", 2), Shape(2, 2, 5))
+    assert draft.rule == "shared_noise" and not draft.linear
+    assert draft.tokens[0].tolist() == [6, 8, 6] and draft.parents[0].tolist() == [-1, -1, 1]
+    assert draft.valid.tolist() == [[True] * 3, [False] * 3] and draft.parents[1].tolist() == [-1] * 3
+
+
 # ---- picking a token -------------------------------------------------------------------------------------------------
 
 LOGITS = torch.randn(3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2
@@ -145,40 +220,6 @@ def test_a_shared_noise_pick_reads_the_verifier_s_noise():
 # ---- inside the loop -------------------------------------------------------------------------------------------------
 
 
-class Follows:
-    """Mixed into a drafter: keeps the text of every row, and checks each proposal against it.
-
-    ``seen`` is shared with the copies that the loop makes for its batches.
-    """
-
-    def begin(self, prompts, first, capacity):
-        super().begin(prompts, first, capacity)
-        self.texts = [[*prompt, tokens[-1]] for prompt, tokens in zip(prompts, first.host_tokens, strict=True)]
-
-    def propose(self, root, noise, shape):
-        draft = super().propose(root, noise, shape)
-        for row, text in enumerate(self.texts):
-            assert text[-1] == root[row]
-            self.check(row, text, draft, noise)
-            self.seen["proposals"] += 1
-        return draft
-
-    def observe(self, accepted):
-        super().observe(accepted)
-        self.seen["ragged"] += len(set(accepted.counts)) > 1
-        for text, tokens, count in zip(self.texts, accepted.host_tokens, accepted.counts, strict=True):
-            text += tokens[:count]
-
-    def keep_rows(self, rows):
-        super().keep_rows(rows)
-        self.texts = [self.texts[row] for row in rows]
-
-    def extend(self, other):
-        super().extend(other)
-        self.texts = self.texts + other.texts
-        self.seen["joined"] += 1
-
-
 class FollowedEagle3(Follows, Eagle3Drafter):
     """Its drafts are recomputed without a cache, from the expert's features of the whole text."""
 
@@ -201,13 +242,6 @@ class FollowedEagle3(Follows, Eagle3Drafter):
                 torch.testing.assert_close(draft.probs[row, depth], expected, atol=1e-12, rtol=1e-9)
             else:
                 assert tokens[0, depth] == self.target_ids[logits.argmax()]
-
-
-class Reduced:
-    """A draft vocabulary of every second id and four of the padding."""
-
-    t2d = torch.arange(VOCAB + 8) % 2 == 0
-    d2t = t2d.nonzero()[:, 0] - torch.arange(int(t2d.sum()))
 
 
 @pytest.mark.parametrize("rule", ["sampled", "deterministic"])

@@ -25,8 +25,10 @@ def flags(world, output, *more):
     return [*model_flags(world), f"--output={output}", *fast, *more]
 
 
-def test_all_methods_are_lossless(world, tmp_path, capsys):
-    assert entry.main(flags(world, tmp_path / "out")) == 0
+@pytest.mark.parametrize("shape", [[], ["--branch=2", "--nodes=5"]])
+def test_all_methods_are_lossless(world, tmp_path, capsys, shape):
+    everyone = [f"--lm={world / 'amateur'}", "--methods", *(name for name in METHODS if name not in ("ar", "cd"))]
+    assert entry.main(flags(world, tmp_path / "out", *shape, *everyone)) == 0
     found = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert found["passed"]
     seen = {(check["found"], check["expected"], check["alpha"], check["temperature"]) for check in found["checks"]}
@@ -41,6 +43,9 @@ def test_all_methods_are_lossless(world, tmp_path, capsys):
     assert "every text is the same" in capsys.readouterr().out
     with pytest.raises(UserError, match="finished run"):
         entry.main(flags(world, tmp_path / "out"))
+    with pytest.raises(UserError, match="give --lm"):
+        entry.main(flags(world, tmp_path / "none", "--methods", "dcd_lm"))
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_fault_is_seen_and_the_exit_code_is_1(world, tmp_path, monkeypatch, capsys):
@@ -127,6 +132,7 @@ def test_a_stopped_check_goes_on(world, tmp_path, monkeypatch):
         (["--methods", "cd"], "choose from expert_sd"),
         (["--alphas", "-1"], "0 or more"),
         (["--batch=0"], "--batch must be at least 1"),
+        (["--branch=0"], "--branch must be at least 1"),
         (["--seed=-1"], "--seed must be at least 0"),
         (["--loop_prompts=-1"], "--loop_prompts must be at least 0"),
         (["--head=nowhere"], "nowhere"),

@@ -1,12 +1,14 @@
 """Methods are put together from a pair and a head, or refused by name."""
 
 import pytest
-from naive import tiny_head
+from naive import assembled, tiny_head
 from tiny import tiny_causal_lm, tiny_model, tiny_pair
 
 from dcd_core.decode_types import Scorer
 from dcd_core.drafters.amateur import AmateurDrafter
 from dcd_core.drafters.eagle3 import Eagle3Drafter
+from dcd_core.drafters.hybrid import HybridDrafter
+from dcd_core.drafters.lm import LanguageModelDrafter
 from dcd_core.drafters.ngram import NgramDrafter
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
@@ -30,16 +32,18 @@ def parts():
         ("scd", AmateurDrafter, 2),
         ("dcd_ngram", NgramDrafter, 2),
         ("dcd_eagle3", Eagle3Drafter, 2),
+        ("dcd_hybrid", HybridDrafter, 2),
+        ("dcd_lm", LanguageModelDrafter, 2),
     ],
 )
 def test_who_drafts_and_who_scores(parts, name, drafter, scorers):
-    method = assemble(name, *parts)
+    method = assembled(name, *parts)
     assert method.name == name and type(method.drafter) is drafter
     assert [scorer.model for scorer in method.scorers] == [parts[0].expert, parts[0].amateur][:scorers]
 
 
 def test_every_method_says_what_it_is():
-    assert set(METHODS) == {"ar", "cd", "expert_sd", "scd", "dcd_ngram", "dcd_eagle3"}
+    assert set(METHODS) == {"ar", "cd", "expert_sd", "scd", "dcd_ngram", "dcd_eagle3", "dcd_hybrid", "dcd_lm"}
     assert all(method.summary for method in METHODS.values())
 
 
@@ -54,7 +58,7 @@ def test_an_unknown_method_is_refused(parts):
 def test_other_scorers_take_the_amateur_s_place(parts, name):
     pair, head = parts
     contrast = three_models(tiny_model("smol", 3), tiny_model("smol", 4))
-    method = assemble(name, Pair(pair.expert, None, pair.tokenizer), head, contrast=contrast)
+    method = assemble(name, Pair(pair.expert, None, pair.tokenizer), head, contrast=contrast, lm=contrast[0])
     assert method.scorers[0].model is pair.expert and method.scorers[0].prefix is None
     assert method.scorers[1:] == (contrast if METHODS[name].contrast else [])
     if METHODS[name].amateur_drafts:
@@ -71,15 +75,19 @@ def test_scorers_that_do_not_fit_are_refused(parts):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_missing_amateur_or_head_is_refused(parts, name):
+def test_a_missing_amateur_head_or_proposer_is_refused(parts, name):
     pair, head = parts
+    alone = Pair(pair.expert, None, pair.tokenizer)
     if METHODS[name].contrast:
         with pytest.raises(UserError, match=f"method {name} contrasts with an amateur; give --amateur"):
-            assemble(name, Pair(pair.expert, None, pair.tokenizer), head)
+            assemble(name, alone, head, lm=pair.amateur)
     else:
-        assemble(name, Pair(pair.expert, None, pair.tokenizer), head)
+        assemble(name, alone, head, lm=pair.amateur)
     if METHODS[name].needs_head:
         with pytest.raises(UserError, match=f"method {name} drafts with an EAGLE3 head; give --head"):
-            assemble(name, pair)
+            assemble(name, pair, lm=pair.amateur)
     else:
-        assemble(name, pair)
+        assemble(name, pair, lm=pair.amateur)
+    if METHODS[name].needs_lm:
+        with pytest.raises(UserError, match=f"method {name} drafts with a language model of its own; give --lm"):
+            assemble(name, pair, head)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dcd_core.cache import KVCache
 from dcd_core.draft import Draft, Shape
+from dcd_core.drafters.chain import draft_chain
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.models import LanguageModel
 from dcd_core.verify import Verdict
@@ -32,18 +33,20 @@ class AmateurDrafter(Drafter):
         """Use the cache that the loop's prefill filled."""
         self.cache = cache
 
+    def most_nodes(self, shape: Shape) -> int:
+        # a chain, whatever the budget of trees
+        return shape.depth
+
     def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
-        logits = self._read_root(root)
-        tokens, probs, rows = [], [], [logits]
-        for depth in range(shape.depth):
-            if depth:
-                rows.append(self._step(tokens[-1]))
-            token, distribution = noise.pick(rows[-1], depth, self.amateur.vocab)
-            tokens.append(token)
-            probs.append(distribution)
+        rows = []
+
+        def following(token):
+            rows.append(self._read_root(root) if token is None else self._step(token))
+            return rows[-1]
+
+        draft = draft_chain(following, noise, shape, self.amateur.vocab)
         self.rows = torch.stack(rows, dim=1)
-        stacked = torch.stack(probs, dim=1) if noise.rule == "sampled" else None
-        return Draft.chain(torch.stack(tokens, dim=1), rule=noise.rule, probs=stacked)
+        return draft
 
     def _read_root(self, root: Int[Tensor, " batch"]) -> Float[Tensor, "batch vocab"]:
         """The amateur's row after the root; notes where every row of the cache stood before it."""
@@ -78,6 +81,9 @@ class AmateurDrafter(Drafter):
         # the root and the accepted drafts stay; what a late row added is already counted
         kept = [base + count for base, count in zip(self.base, accepted.counts, strict=True)]
         self.cache.rollback(kept)
+
+    def rewind(self, back: list[int], accepted: Accepted) -> None:
+        raise ValueError("the rows of an amateur that drafts cannot be taken back: the loop must judge every round")
 
     def keep_rows(self, rows: list[int]) -> None:
         """The loop owns the cache and keeps its rows; nothing else outlives a round."""

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dcd_core.draft import Draft, Shape
-from dcd_core.sampling import DRAFT, gumbel, inverse_cdf, uniforms
+from dcd_core.sampling import DRAFT, TREE, gumbel, inverse_cdf, uniforms
 
 
 @dataclass
@@ -65,6 +65,43 @@ class RoundNoise:
                 )
         return (index if target_ids is None else target_ids[index]), probs
 
+    def pick_children(
+        self,
+        logits: Float[Tensor, "batch parents ids"],
+        depth: int,
+        count: int,
+        vocab: int,
+        target_ids: Int[Tensor, " ids"] | None = None,
+    ) -> tuple[
+        Int[Tensor, "batch parents count"],
+        Float[Tensor, "batch parents count"],
+        Float[Tensor, "batch parents count vocab"],
+    ]:
+        """Draw ``count`` children of each of some nodes without replacement, for the sampled rule.
+
+        The largest of logits and Gumbel noise, from the largest down, are draws one after the other [Kool et al. 2019].
+        Nodes of one depth share the noise of their position: each node's children still have their law, and a round
+        visits the children of only one of them.
+
+        Returns:
+            tokens in the order of drawing; the log-probability of each as if it had been drawn first; and for each the
+            distribution that it was drawn from, in which its earlier siblings have probability 0.
+        """
+        tempered = logits / self.temperature
+        noise = gumbel(self.keys, self.positions[:, depth : depth + 1], vocab, TREE)
+        noise = noise if target_ids is None else noise[..., target_ids]
+        index = (tempered + noise).topk(count, dim=-1).indices
+        gains = tempered.gather(-1, index) - tempered.logsumexp(-1, keepdim=True)
+        laws = []
+        for child in range(count):
+            laws.append(tempered.softmax(-1))
+            tempered = tempered.scatter(-1, index[..., child : child + 1], float("-inf"))
+        laws = torch.stack(laws, dim=2)
+        if target_ids is not None:
+            whole = torch.zeros(*laws.shape[:-1], vocab, dtype=laws.dtype, device=laws.device)
+            laws = whole.index_copy_(3, target_ids, laws)
+        return (index if target_ids is None else target_ids[index]), gains, laws
+
 
 @dataclass
 class Accepted:
@@ -83,13 +120,24 @@ class Accepted:
     host_tokens: list[list[int]]
     features: Float[Tensor, "batch width features"] | None
 
+    def keep_rows(self, rows: list[int]) -> Accepted:
+        """The same for these rows only."""
+        index = torch.tensor(rows, device=self.tokens.device)
+        return Accepted(
+            self.tokens.index_select(0, index),
+            [self.counts[row] for row in rows],
+            [self.host_tokens[row] for row in rows],
+            None if self.features is None else self.features.index_select(0, index),
+        )
+
 
 class Drafter:
     """Proposes drafts. The loop calls ``begin`` once, then ``propose`` and ``observe`` in turn."""
 
     needs_features = False
     default_rule = "deterministic"
-    """The rule used at temperature > 0 unless a setting says otherwise; at 0 it is always deterministic."""
+    """The rule by which chains are judged at temperature > 0 unless a setting says otherwise; at 0 it is always
+    deterministic."""
     rules = ("deterministic", "sampled", "shared_noise")
     scores_amateur = False
     """True if proposing computes the amateur's rows as a by-product (SCD), so the loop must not run it again."""
@@ -100,6 +148,10 @@ class Drafter:
     def most_nodes(self, shape: Shape) -> int:
         """Most nodes that one draft may have: the caches keep room for a pass over all of them."""
         return shape.budget
+
+    def usual_rule(self, shape: Shape) -> str:
+        """The rule used at temperature > 0 for drafts of this shape unless a setting says otherwise."""
+        return self.default_rule
 
     suspect: Bool[Tensor, " batch"] | None = None
     """After ``propose``: rows whose draft came out of NaN or infinite states, for the loop to refuse."""
@@ -121,9 +173,10 @@ class Drafter:
         """Learn what the round emitted."""
 
     def rewind(self, back: list[int], accepted: Accepted) -> None:
-        """Forget the newest ``back[b]`` observed tokens of every row, then observe what stands in their place.
+        """Take back the newest ``back[row]`` tokens of every row that :meth:`observe` told, then learn ``accepted``.
 
-        At least what the last call to ``observe`` told is forgotten (and told again where it stands).
+        For loops that go on with provisional tokens. ``back`` covers at least what the last :meth:`observe` told, and
+        no token of the prefill. A drafter that keeps nothing between rounds has nothing to take back.
         """
 
     def keep_rows(self, rows: list[int]) -> None:
