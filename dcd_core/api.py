@@ -18,13 +18,13 @@ from dataclasses import dataclass, fields
 
 from dcd_core.chat import Messages, stop_ids
 from dcd_core.contrast import Target
-from dcd_core.decode import Assembled, Generation, Prompt, Settings, check_prompt, decode, stream
+from dcd_core.decode import Assembled, Generation, Prompt, Scorer, Settings, check_prompt, decode, stream
 from dcd_core.detokenise import TextPieces, answer_ids, text_of
 from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.loading import load_models
 from dcd_core.methods import METHODS, assemble
-from dcd_core.models import Pair
+from dcd_core.models import LanguageModel, Pair, load_scorer
 from dcd_core.prompts import prompt_ids
 
 METHOD = "dcd_eagle3"
@@ -34,12 +34,15 @@ TARGET_OPTIONS = tuple(field.name for field in fields(Target))
 OPTIONS = (*TARGET_OPTIONS, *(field.name for field in fields(Settings) if field.name not in ("target", "stop_ids")))
 
 
-def load(expert: str, amateur: str = "", head: str = "", dtype: str = "bfloat16", device: str = "auto") -> Decoder:
+def load(
+    expert: str, amateur: str = "", head: str = "", dtype: str = "bfloat16", device: str = "auto", lm: str = ""
+) -> Decoder:
     """Load an expert with what its methods need: folders or hub ids.
 
     Args:
         amateur: for methods with contrast.
         head: an EAGLE3 head of this expert, for methods that draft with one.
+        lm: a small language model, for ``dcd_lm``, which drafts with it.
         dtype: ``float32`` where two methods shall give the same text to the last token; rounding moves near-ties in
             ``bfloat16``.
         device: ``auto`` is the accelerator if there is one.
@@ -47,7 +50,7 @@ def load(expert: str, amateur: str = "", head: str = "", dtype: str = "bfloat16"
         UserError: a model or head that cannot be loaded, vocabularies that differ, the head of another expert.
     """
     pair, loaded = load_models(expert, amateur, head, dtype, device)
-    return Decoder(pair, loaded, stop_ids(pair.tokenizer, expert))
+    return Decoder(pair, loaded, stop_ids(pair.tokenizer, expert), load_scorer(lm, pair) if lm else None)
 
 
 @dataclass
@@ -64,10 +67,20 @@ class Decoder:
 
     Args:
         stops: ids that end an answer.
+        lm: a small language model, for the method that drafts with one.
+        contrast: the scorers after the expert for targets of other models than the pair's
+            (:mod:`dcd_core.scorers`, with ``target=Target.proxy(...)`` or ``Target.guidance(...)``).
     """
 
-    def __init__(self, pair: Pair, head: Eagle3Head | None = None, stops: tuple[int, ...] = ()):
-        self.pair, self.head, self.stops = pair, head, stops
+    def __init__(
+        self,
+        pair: Pair,
+        head: Eagle3Head | None = None,
+        stops: tuple[int, ...] = (),
+        lm: LanguageModel | None = None,
+        contrast: list[Scorer] | None = None,
+    ):
+        self.pair, self.head, self.stops, self.lm, self.contrast = pair, head, stops, lm, contrast
 
     def stream(self, prompt: str | Messages | Prompt, method: str = METHOD, *, raw: bool = False, **options) -> Stream:
         """Answer one prompt, piece by piece: iterate over it for the text.
@@ -119,8 +132,9 @@ class Decoder:
         Raises:
             UserError: it is unknown, or what it needs is not loaded.
         """
-        refuse_missing(method, amateur=self.pair.amateur is not None, head=self.head is not None)
-        return assemble(method, self.pair, self.head)
+        others = self.contrast is not None or self.pair.amateur is not None
+        refuse_missing(method, amateur=others, head=self.head is not None, lm=self.lm is not None)
+        return assemble(method, self.pair, self.head, self.contrast, self.lm)
 
 
 class Stream:
@@ -179,7 +193,7 @@ def make_settings(stops: tuple[int, ...] = (), **options) -> Settings:
     return Settings(target=target, stop_ids=stops, **given)
 
 
-def refuse_missing(method: str, *, amateur: bool, head: bool) -> None:
+def refuse_missing(method: str, *, amateur: bool, head: bool, lm: bool) -> None:
     """Refuse a method that lacks something, before anything is loaded for it.
 
     Raises:
@@ -190,6 +204,7 @@ def refuse_missing(method: str, *, amateur: bool, head: bool) -> None:
     for is_there, needed, what, flag in (
         (amateur, METHODS[method].contrast, "contrasts with an amateur", "amateur"),
         (head, METHODS[method].needs_head, "drafts with an EAGLE3 head", "head"),
+        (lm, METHODS[method].needs_lm, "drafts with a small language model", "lm"),
     ):
         if needed and not is_there:
             raise UserError(f"method {method} {what}, and none is given: name one (--{flag})")

@@ -12,11 +12,11 @@ or, by the folder that holds the same for those who pass a path (transformers th
 max_new_tokens and max_length, eos_token_id, pad_token_id, do_sample with temperature, top_k and top_p,
 num_return_sequences, return_dict_in_generate (sequences only). Whatever else would change the text is refused by name.
 
-Ours come beside them: `amateur` (a model, a folder or a hub id), `head` (an Eagle3Head, a folder or a hub id),
-`method`, and alpha, cutoff, gamma, branch, nodes, stop_below, rule, seed as in :mod:`dcd_core.api`. Models given by
-name are loaded once and kept while they are the last ones used. Without a seed, sampling takes one from torch's
-generator, so `torch.manual_seed` makes it repeatable as it does for generate. transformers hands no `streamer` to a
-callable: give it as `stream_to`.
+Ours come beside them: `amateur` and `lm` (a model, a folder or a hub id), `head` (an Eagle3Head, a folder or a hub id),
+`method`, and alpha, cutoff, gamma, branch, nodes, stop_below, saving, deferral, rule, seed as in :mod:`dcd_core.api`.
+Models given by name are loaded once and kept while they are the last ones used. Without a seed, sampling takes one from
+torch's generator, so `torch.manual_seed` makes it repeatable as it does for generate. transformers hands no `streamer`
+to a callable: give it as `stream_to`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def contrastive(
     *,
     amateur=None,
     head=None,
+    lm=None,
     method=METHOD,
     alpha=None,
     cutoff=None,
@@ -73,6 +74,8 @@ def contrastive(
     branch=None,
     nodes=None,
     stop_below=None,
+    saving=None,
+    deferral=None,
     rule=None,
     seed=None,
     stream_to=None,
@@ -85,15 +88,16 @@ def contrastive(
     Raises:
         UserError: what cannot be honoured, by name, and all that :meth:`dcd_core.api.Decoder.generate` refuses.
     """
-    given = dict(alpha=alpha, cutoff=cutoff, gamma=gamma, branch=branch, nodes=nodes, stop_below=stop_below, rule=rule)
+    given = dict(alpha=alpha, cutoff=cutoff, gamma=gamma, branch=branch, nodes=nodes, stop_below=stop_below)
+    given |= dict(saving=saving, deferral=deferral, rule=rule)
     asked = read_request(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     given |= asked.sampling | {"max_new_tokens": asked.max_new_tokens, "seed": seed}
     if seed is None:
         given["seed"] = int(torch.randint(2**62, ())) if given["temperature"] else 0
     how = make_settings(asked.stops, **{name: value for name, value in given.items() if value is not None})
-    refuse_missing(method, amateur=amateur is not None, head=head is not None)
+    refuse_missing(method, amateur=amateur is not None, head=head is not None, lm=lm is not None)
     with ExitStack() as stack:
-        assembled = put_together(stack, model, method, amateur, head)
+        assembled = put_together(stack, model, method, amateur, head, lm)
         made = run(assembled, asked.prompts, how, stream_to, input_ids)
     width = max(len(generation.ids) for generation in made)
     fresh = torch.tensor([made_row.ids + [asked.pad] * (width - len(made_row.ids)) for made_row in made])
@@ -205,32 +209,51 @@ def unpadded(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -
 # ---- models that belong to others ------------------------------------------------------------------------------------
 
 
-def put_together(stack: ExitStack, model: nn.Module, method: str, amateur, head) -> Assembled:
+def put_together(stack: ExitStack, model: nn.Module, method: str, amateur, head, lm) -> Assembled:
     """The method over the caller's expert; what is borrowed is given back when the stack closes."""
-    named_amateur = isinstance(amateur, str | Path)
-    named_head = isinstance(head, str | Path)
-    dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
-    if named_amateur:
-        amateur = kept_model(str(amateur), stamp(amateur), dtype, device)
-    vocab = shared_ids(model, amateur.model if named_amateur else amateur)
-    taps = None
-    if head is not None:
-        taps = load_head_config(head).feature_layers if named_head else head.config.feature_layers
-        if taps:
-            check_taps(taps, model.config.num_hidden_layers, str(head) if named_head else "head", "the model")
-    expert = stack.enter_context(borrowed(model, vocab, taps))
-    if named_amateur:
-        amateur.vocab = vocab
-    elif amateur is not None:
-        amateur = stack.enter_context(borrowed(amateur, vocab))
-    if named_head:
+    others = [named(one, model) if isinstance(one, str | Path) else one for one in (amateur, lm)]
+    vocab = shared_ids(model, *(one.model if isinstance(one, LanguageModel) else one for one in others))
+    expert = stack.enter_context(borrowed(model, vocab, taps_of(head, model)))
+    for place, one in enumerate(others):
+        if isinstance(one, LanguageModel):
+            one.vocab = vocab
+        elif one is not None:
+            others[place] = stack.enter_context(borrowed(one, vocab))
+    return assemble(method, Pair(expert, others[0], None), head_of(head, expert), lm=others[1])
+
+
+def named(name: str | Path, model: nn.Module) -> LanguageModel:
+    """A model beside the expert, in its dtype and on its device."""
+    return kept_model(str(name), stamp(name), str(model.dtype).removeprefix("torch."), str(model.device))
+
+
+def taps_of(head, model: nn.Module) -> tuple[int, ...] | None:
+    """The layers of the expert that a head reads; None without one, or where it does not say."""
+    if head is None:
+        return None
+    config = load_head_config(head) if isinstance(head, str | Path) else head.config
+    if config.feature_layers:
+        check_taps(config.feature_layers, model.config.num_hidden_layers, call(head), model.config._name_or_path)
+    return config.feature_layers
+
+
+def head_of(head, expert: LanguageModel) -> Eagle3Head | None:
+    """A head, once it is sure that it is this expert's."""
+    if head is None:
+        return None
+    if isinstance(head, str | Path):
         fitting_config(head, expert)
-        head = kept_head(str(head), stamp(head), expert.dtype, device)
-    elif head is not None:
-        check_expert(head.config, expert, (None, None), "head")
-    if head is not None:
-        check_draft_vocabulary(head, vocab, "head")
-    return assemble(method, Pair(expert, amateur, None), head)
+        loaded = kept_head(str(head), stamp(head), expert.dtype, str(expert.device))
+    else:
+        check_expert(head.config, expert, (None, None), call(head))
+        loaded = head
+    check_draft_vocabulary(loaded, expert.vocab, call(head))
+    return loaded
+
+
+def call(head) -> str:
+    """What a refusal calls a head."""
+    return str(head) if isinstance(head, str | Path) else "the head"
 
 
 @contextmanager
@@ -257,24 +280,28 @@ def borrowed(model: nn.Module, vocab: int, taps: tuple[int, ...] | None = None) 
             module.training = True
 
 
-def shared_ids(model: nn.Module, amateur: nn.Module | None) -> int:
-    """Number of real ids that expert and amateur share, by their tokenizers where those can be found.
+def shared_ids(model: nn.Module, *others: nn.Module | None) -> int:
+    """Number of real ids that the expert shares with the other models, by their tokenizers where those can be found.
 
     Raises:
         UserError: vocabularies that differ; without tokenizers, outputs of different widths.
     """
-    names = [str(one.config._name_or_path or "") for one in (model, amateur) if one is not None]
-    widths = [one.config.vocab_size for one in (model, amateur) if one is not None]
-    tables = [kept_tokenizer(name, stamp(name)) if name else None for name in names]
-    if len(names) == 2 and all(tables):
-        vocab = same_ids(*names, *map(stamp, names))
-    elif len(set(widths)) > 1:
-        raise UserError(
-            f"the model gives {widths[0]} logits and the amateur {widths[1]}, and their tokenizers are not there to be "
-            "compared; load both with from_pretrained from folders that hold a tokenizer"
-        )
-    else:
-        vocab = len(id_table(tables[0])) if tables[0] else widths[0]
+    width, name = model.config.vocab_size, str(model.config._name_or_path or "")
+    tokenizer = kept_tokenizer(name, stamp(name)) if name else None
+    vocab = len(id_table(tokenizer)) if tokenizer else width
+    widths = [width]
+    for other in others:
+        if other is None:
+            continue
+        widths.append(other.config.vocab_size)
+        second = str(other.config._name_or_path or "")
+        if tokenizer and second and kept_tokenizer(second, stamp(second)):
+            same_ids(name, second, stamp(name), stamp(second))
+        elif widths[-1] != width:
+            raise UserError(
+                f"the expert gives {width} logits and the other model {widths[-1]}, and their tokenizers are not there "
+                "to be compared; load both with from_pretrained from folders that hold a tokenizer"
+            )
     if min(widths) < vocab:
         raise UserError(f"a model gives {min(widths)} logits, fewer than the {vocab} ids of its tokenizer")
     return vocab
@@ -289,9 +316,9 @@ def stamp(name: str | Path) -> tuple:
     return tuple(sorted(files))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def kept_model(name: str, content: tuple, dtype: str, device: str) -> LanguageModel:
-    """The amateur that was named last."""
+    """The models that were named last: an amateur, and a small model that drafts."""
     return load_model(name, dtype, device)
 
 
@@ -311,9 +338,9 @@ def kept_tokenizer(name: str, content: tuple):
 
 
 @lru_cache(maxsize=4)
-def same_ids(expert: str, amateur: str, *contents: tuple) -> int:
+def same_ids(expert: str, other: str, *contents: tuple) -> int:
     """See :func:`dcd_core.models.shared_vocabulary`."""
-    return shared_vocabulary(*(kept_tokenizer(name, stamp(name)) for name in (expert, amateur)))
+    return shared_vocabulary(*(kept_tokenizer(name, stamp(name)) for name in (expert, other)), other)
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------

@@ -20,18 +20,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from dcd_core.api import DEFAULTS, METHOD, OPTIONS, Answer, Decoder, load, make_settings, refuse_missing
+from dcd_core.api import DEFAULTS, METHOD, OPTIONS, TARGET_OPTIONS, Answer, Decoder, load, make_settings, refuse_missing
 from dcd_core.chat import template_arguments
 from dcd_core.config import parse_config, refuse_below, run_entry
-from dcd_core.decode import Prompt
+from dcd_core.contrast import Target
+from dcd_core.decode import Prompt, Scorer
 from dcd_core.errors import UserError
+from dcd_core.flip_risk import Deferral
 from dcd_core.methods import METHODS
-from dcd_core.models import load_tokenizer
+from dcd_core.models import load_scorer, load_tokenizer
 from dcd_core.prompts import prompt_ids, read_prompts
+from dcd_core.scorers import negative_prompt, three_models
 from dcd_core.tally import Tally
 
 WARM_UP = 16
 """Tokens that each method writes before a comparison: the first passes of a process are slower."""
+TARGETS = {
+    "dcd": Target.dcd,
+    "obrien": Target.obrien,
+    "li": Target.li,
+    "cos": Target.cos,
+    "proxy": Target.proxy,
+    "guidance": Target.guidance,
+}
+OTHERS = tuple(name for name in TARGETS if name != "dcd")
+STRENGTHLESS = ("obrien", "proxy")
+"""Targets whose strength has a usual value."""
 
 
 @dataclass
@@ -41,6 +55,7 @@ class Config:
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
     amateur: str = field(default="", metadata={"help": "amateur: model folder or hub id (methods with contrast)"})
     head: str = field(default="", metadata={"help": "EAGLE3 head: folder or hub id (methods with EAGLE3 drafts)"})
+    lm: str = field(default="", metadata={"help": "small language model: folder or hub id (dcd_lm drafts with it)"})
     method: str = field(default=METHOD, metadata={"help": f"one of {', '.join(METHODS)}"})
     compare: str = field(
         default="",
@@ -54,9 +69,24 @@ class Config:
     raw: bool = field(default=False, metadata={"help": "continue the text as it is, without the chat template"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
     # ---- the distribution
-    alpha: float = field(default=DEFAULTS["alpha"], metadata={"help": "contrast strength"})
-    cutoff: float = field(default=0.0, metadata={"help": "plausibility: keep ids of at least this part of the best's"})
+    alpha: float | None = field(
+        default=None, metadata={"help": f"contrast strength of the target dcd (default: {DEFAULTS['alpha']})"}
+    )
+    target: str = field(default="dcd", metadata={"help": f"what the scores are combined to: {', '.join(TARGETS)}"})
+    strength: float | None = field(
+        default=None, metadata={"help": "contrast strength of the other targets: beta of obrien, mu of cos"}
+    )
+    cutoff: float | None = field(
+        default=None,
+        metadata={"help": "keep ids of at least this part of the best's probability (default: 0; obrien, li: 0.1)"},
+    )
+    amateur_temperature: float = field(default=1.0, metadata={"help": "temperature of the amateur in the target li"})
+    tuned: str = field(default="", metadata={"help": "target proxy: a small tuned model"})
+    base: str = field(default="", metadata={"help": "target proxy: the base it was tuned from"})
+    negative_prompt: str = field(default="", metadata={"help": "target guidance: read in the prompt's place"})
     temperature: float = field(default=DEFAULTS["temperature"], metadata={"help": "0 is greedy"})
+    top_k: int = field(default=0, metadata={"help": "keep so many ids of the combined distribution (0: all)"})
+    top_p: float = field(default=1.0, metadata={"help": "keep this share of the combined distribution"})
     # ---- the loop
     max_new_tokens: int = field(default=DEFAULTS["max_new_tokens"], metadata={"help": "most tokens of an answer"})
     gamma: int = field(default=5, metadata={"help": "drafts in a row"})
@@ -65,7 +95,12 @@ class Config:
     stop_below: float = field(default=0.0, metadata={"help": "end a draft whose probability falls below this"})
     rule: str = field(default="auto", metadata={"help": "auto, sampled, deterministic or shared_noise"})
     seed: int = field(default=0, metadata={"help": "seed of all sampling"})
-    # (a new field of Settings, such as `saving`, gets its flag here)
+    saving: str = field(default="none", metadata={"help": "amateur passes that are saved: none, lazy or deferred"})
+    defer_theta: float = field(default=Deferral.theta, metadata={"help": "deferred: ask the amateur at this risk"})
+    defer_scale: float = field(default=Deferral.scale, metadata={"help": "deferred: scale of the flip law, nats"})
+    defer_power: float = field(default=Deferral.power, metadata={"help": "deferred: power of the flip law"})
+    defer_spread: float = field(default=Deferral.spread, metadata={"help": "deferred: risk of a sampled token"})
+    defer_most: int = field(default=Deferral.most, metadata={"help": "deferred: most tokens that wait for judging"})
     # ---- how
     batch: int = field(default=1, metadata={"help": "prompts at a time"})
     json: bool = field(default=False, metadata={"help": "write answers as JSON lines {id, method, text, ...}"})
@@ -79,8 +114,10 @@ class Config:
             raise ValueError("--prompt and --prompts both say what to answer; give one of them")
         if self.whole and (self.prompt is not None or self.prompts):
             raise ValueError("--whole is about the standard input, which --prompt and --prompts leave aside")
+        check_target(self)
+        others = bool(self.amateur) or self.target in ("proxy", "guidance")
         for method in self.methods:
-            refuse_missing(method, amateur=bool(self.amateur), head=bool(self.head))
+            refuse_missing(method, amateur=others, head=bool(self.head), lm=bool(self.lm))
         if self.compare and (self.batch > 1 or self.compare == self.method):
             raise ValueError("--compare sets two methods side by side, one prompt at a time; leave --batch out")
         make_settings(**self.options)
@@ -93,7 +130,17 @@ class Config:
     @property
     def options(self) -> dict:
         """The flags that decide how to decode."""
-        return {name: getattr(self, name) for name in OPTIONS if hasattr(self, name)}
+        found = {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None) is not None}
+        found["deferral"] = Deferral(
+            **{name: getattr(self, f"defer_{name}") for name in ("theta", "scale", "power", "spread", "most")}
+        )
+        if self.target == "dcd":
+            return found
+        parts = {name: found.pop(name) for name in TARGET_OPTIONS if name in found}
+        if self.target == "li":
+            parts["amateur_temperature"] = self.amateur_temperature
+        strength = [] if self.strength is None else [self.strength]
+        return found | {"target": TARGETS[self.target](*strength, **parts)}
 
     @property
     def interactive(self) -> bool:
@@ -109,7 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     prompts = asked if config.interactive else list(asked)
     if prompts == []:
         raise UserError("there is no prompt: give --prompt, --prompts, or text on the standard input")
-    decoder = load(config.expert, config.amateur, config.head, config.dtype, config.device)
+    decoder = load(config.expert, config.amateur, config.head, config.dtype, config.device, config.lm)
+    decoder.contrast = contrast_of(config, decoder)
     tallies = {method: Tally() for method in config.methods}
     try:
         if config.compare:
@@ -126,6 +174,45 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     report(tallies, config)
     return 0
+
+
+# ---- the target ------------------------------------------------------------------------------------------------------
+
+
+def check_target(config: Config) -> None:
+    """Hold the flags of a target together.
+
+    Raises:
+        ValueError: one that is missing, or that belongs to another target.
+    """
+    if config.target not in TARGETS:
+        raise ValueError(f"--target {config.target} is unknown; choose {', '.join(TARGETS)}")
+    belongings = {
+        "alpha": (config.alpha is not None, ("dcd",), ()),
+        "strength": (config.strength is not None, OTHERS, tuple(name for name in OTHERS if name not in STRENGTHLESS)),
+        "amateur_temperature": (config.amateur_temperature != 1.0, ("li",), ()),
+        "tuned": (bool(config.tuned), ("proxy",), ("proxy",)),
+        "base": (bool(config.base), ("proxy",), ("proxy",)),
+        "negative_prompt": (bool(config.negative_prompt.strip()), ("guidance",), ("guidance",)),
+        "amateur": (bool(config.amateur), ("dcd", "obrien", "li", "cos"), ()),
+    }
+    for name, (given, allowed, needed) in belongings.items():
+        if given and config.target not in allowed:
+            raise ValueError(f"--{name} is for --target {' or '.join(allowed)}; {config.target} does not use it")
+        if not given and config.target in needed:
+            raise ValueError(f"--target {config.target} needs --{name}")
+
+
+def contrast_of(config: Config, decoder: Decoder) -> list[Scorer] | None:
+    """The models after the expert, where they are not just the amateur."""
+    pair = decoder.pair
+    if config.target == "proxy":
+        return three_models(load_scorer(config.tuned, pair), load_scorer(config.base, pair))
+    if config.target == "guidance":
+        arguments = template_arguments(config.template_args)
+        ids = prompt_ids(pair.tokenizer, config.negative_prompt, config.raw, "the negative prompt", **arguments)
+        return negative_prompt(pair.expert, ids)
+    return None
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dcd_core.api import DEFAULTS, OPTIONS, make_settings
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.methods import METHODS, assemble
+from dcd_core.scorers import three_models
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["w1 w2 w3", "w9", [{"role": "user", "content": "w4 w5"}]]
@@ -21,13 +22,14 @@ FAST = {"max_new_tokens": 9, "gamma": 3, "alpha": 0.5}
 @pytest.fixture(scope="module")
 def cd(tmp_path_factory):
     world = make_world(tmp_path_factory.mktemp("world"))
-    return load(*(str(world / name) for name in ("expert", "amateur", "head")), dtype="float32", device="cpu")
+    names = [str(world / name) for name in ("expert", "amateur", "head")]
+    return load(*names, dtype="float32", device="cpu", lm=names[1])
 
 
 def by_hand(cd, prompts, method, target, **fields):
     given = [Prompt(str(number), cd.prompt(prompt).ids) for number, prompt in enumerate(prompts, start=1)]
     how = Settings(target=target, stop_ids=(3,), max_new_tokens=9, gamma=3, **fields)
-    return [generation.ids for generation in decode(assemble(method, cd.pair, cd.head), given, how)]
+    return [generation.ids for generation in decode(assemble(method, cd.pair, cd.head, lm=cd.lm), given, how)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -141,6 +143,27 @@ def test_what_is_not_loaded_is_named(cd):
         alone.stream("w1", "cd")
     with pytest.raises(UserError, match="method expert_sd drafts with an EAGLE3 head, and none is given"):
         alone.stream("w1", "expert_sd")
+    with pytest.raises(UserError, match="method dcd_lm drafts with a small language model, and none is given"):
+        Decoder(cd.pair, cd.head).stream("w1", "dcd_lm")
+
+
+def test_savings_change_no_text(cd):
+    plain = [answer.text for answer in cd.generate(PROMPTS, "dcd_eagle3", cutoff=0.3, **FAST)]
+    for saving in ("lazy", "deferred"):
+        found = cd.generate(PROMPTS, "dcd_eagle3", cutoff=0.3, saving=saving, max_batch=2, **FAST)
+        assert [answer.text for answer in found] == plain
+        assert "".join(cd.stream(PROMPTS[0], "dcd_eagle3", cutoff=0.3, saving=saving, **FAST)) == plain[0]
+
+
+def test_other_models_than_the_pair_s(cd):
+    scorers = three_models(cd.pair.amateur, cd.pair.expert)
+    other = Decoder(type(cd.pair)(cd.pair.expert, None, cd.pair.tokenizer), cd.head, cd.stops, contrast=scorers)
+    target = Target.proxy(0.5, temperature=0.0)
+    prompt = Prompt("mine", [9, 10, 11])
+    (answer,) = other.generate([prompt], "dcd_eagle3", target=target, max_new_tokens=9)
+    how = Settings(target=target, stop_ids=(3,), max_new_tokens=9)
+    (plain,) = decode(assemble("cd", cd.pair, contrast=scorers), [prompt], how)
+    assert answer.generation.ids == plain.ids
 
 
 def test_the_package_is_light_until_it_is_used():

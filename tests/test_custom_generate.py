@@ -23,6 +23,7 @@ from dcd_core.contrast import Target
 from dcd_core.custom_generate import FOLDER, contrastive, read_sampling
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
+from dcd_core.flip_risk import Deferral
 from dcd_core.loading import load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.models import LanguageModel, Pair
@@ -70,7 +71,8 @@ def ours(model, amateur, head, method, prompts=PROMPTS, **fields):
     """The same by our own loop."""
     pair = Pair(LanguageModel(model, VOCAB), LanguageModel(amateur, VOCAB), None)
     how = Settings(**{"max_new_tokens": NEW, "stop_ids": (END,), "gamma": 3, **fields})
-    made = [generation.ids for generation in decode(assemble(method, pair, head), prompts, how, 3)]
+    method = assemble(method, pair, head, lm=pair.amateur)
+    made = [generation.ids for generation in decode(method, prompts, how, 3)]
     pair.expert.release()
     pair.amateur.release()
     return made
@@ -85,9 +87,8 @@ def ours(model, amateur, head, method, prompts=PROMPTS, **fields):
 def test_greedy_tokens_are_those_of_our_loop(stock, kind, method, form):
     model, amateur, head = stock[kind]
     batch = padded()
-    found = model.generate(
-        **batch, **FORMS[form], amateur=amateur, head=head, method=method, alpha=0.5, gamma=3, max_new_tokens=NEW
-    )
+    given = dict(amateur=amateur, head=head, lm=amateur, method=method, alpha=0.5, gamma=3, max_new_tokens=NEW)
+    found = model.generate(**batch, **FORMS[form], **given)
     width = batch["input_ids"].shape[1]
     assert torch.equal(found[:, :width], batch["input_ids"])
     assert answers(found, width) == ours(model, amateur, head, method, target=Target(alpha=0.5, temperature=0.0))
@@ -128,6 +129,29 @@ def test_sampled_tokens_are_those_of_our_loop(stock, method, form):
     found = model.generate(**batch, **FORMS[form], **given, do_sample=True, temperature=0.7, seed=5)
     expected = ours(model, amateur, head, method, target=Target(alpha=0.5, temperature=0.7), seed=5)
     assert answers(found, batch["input_ids"].shape[1]) == expected
+
+
+@pytest.mark.parametrize("more", [{}, {"top_k": 5}, {"top_k": 0, "top_p": 0.6}, {"top_k": 7, "top_p": 0.8}])
+def test_truncated_sampling_is_our_target_s(stock, more):
+    """generate keeps the best 50 unless it is told otherwise."""
+    model, amateur, head = stock["smol"]
+    batch = padded()
+    given = dict(amateur=amateur, head=head, alpha=0.5, gamma=3, max_new_tokens=NEW)
+    found = model.generate(**batch, **FORMS["callable"], **given, do_sample=True, seed=5, **more)
+    target = Target(alpha=0.5, **({"top_k": 50} | more))
+    expected = ours(model, amateur, head, "dcd_eagle3", target=target, seed=5)
+    assert answers(found, batch["input_ids"].shape[1]) == expected
+
+
+def test_savings_and_shapes_reach_the_loop(stock):
+    model, amateur, head = stock["smol"]
+    given = dict(custom_generate=contrastive, amateur=amateur, head=head, alpha=0.5, max_new_tokens=NEW)
+    plain = model.generate(**padded(), **given)
+    more = dict(saving="deferred", deferral=Deferral(theta=0.5), gamma=2, branch=2, nodes=4, stop_below=0.01)
+    assert torch.equal(model.generate(**padded(), **given, **more), plain)
+    for wrong, message in (({"saving": "some"}, "saving 'some' is unknown"), ({"nodes": -1}, "nodes must be 0")):
+        with pytest.raises(UserError, match=message):
+            model.generate(**padded(), **given, **wrong)
 
 
 def test_torch_s_seed_repeats_a_sample(stock):
@@ -178,6 +202,7 @@ def test_names_give_the_tokens_of_the_loaded_pair(world):
     model = AutoModelForCausalLM.from_pretrained(names[0])
     pair, head = load_models(*names, "float32", "cpu")
     assert pair.expert.vocab == VOCAB < model.config.vocab_size
+    assert head.config.feature_layers == pair.expert.feature_layers
     how = Settings(Target(alpha=0.5, temperature=0.0), NEW, (END,), gamma=3)
     expected = [generation.ids for generation in decode(assemble("dcd_eagle3", pair, head), PROMPTS, how, 3)]
     batch = padded()
@@ -269,6 +294,7 @@ def test_the_models_are_given_back_as_they_were(stock):
         ({"method": "warp"}, "method 'warp' is unknown"),
         ({"amateur": None}, "contrasts with an amateur, and none is given"),
         ({"method": "dcd_eagle3"}, "drafts with an EAGLE3 head, and none is given"),
+        ({"method": "dcd_lm"}, "drafts with a small language model, and none is given"),
         ({"alpha": -1.0}, "alpha must be a finite number >= 0"),
         ({"cutoff": 2.0}, "cutoff must lie in"),
         ({"max_new_tokens": 600}, "passes the context"),

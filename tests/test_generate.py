@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 
@@ -9,9 +10,13 @@ import pytest
 from tiny_world import make_world
 
 import dcd_core.generate as entry
-from dcd_core.api import Decoder, Stream, load
-from dcd_core.config import run_entry
+from dcd_core.api import Decoder, Stream, load, make_settings
+from dcd_core.config import parse_config, run_entry
+from dcd_core.contrast import Target
+from dcd_core.errors import UserError
+from dcd_core.flip_risk import Deferral
 from dcd_core.prompts import read_prompts
+from dcd_core.scorers import negative_prompt, three_models
 
 FAST = ["--max_new_tokens=8", "--gamma=3", "--device=cpu", "--dtype=float32", "--alpha=0.5"]
 OPTIONS = {"max_new_tokens": 8, "gamma": 3, "alpha": 0.5}
@@ -78,10 +83,52 @@ def test_every_flag_of_decoding_arrives(world, cd, capsys, monkeypatch):
         Decoder, "stream", lambda self, *a, **options: asked.append(options) or real(self, *a, **options)
     )
     given = {"alpha": 0.25, "cutoff": 0.1, "temperature": 0.5, "max_new_tokens": 5, "gamma": 2, "branch": 1, "nodes": 0}
-    given |= {"stop_below": 0.0, "rule": "shared_noise", "seed": 3}
+    given |= {"stop_below": 0.0, "saving": "lazy", "rule": "shared_noise", "seed": 3, "top_k": 50, "top_p": 0.9}
     entry.main(flags(world, "--prompt=w1", *(f"--{name}={value}" for name, value in given.items())))
     assert given.items() <= asked[0].items()
     assert capsys.readouterr().out == texts(cd, ["w1"], **given)[0] + "\n"
+
+
+def test_the_risk_of_deferred_judging_is_set_by_five_flags():
+    given = {"theta": 0.2, "scale": 2.0, "power": 1.0, "spread": 0.5, "most": 7}
+    flags = [f"--defer_{name}={value}" for name, value in given.items()]
+    config = parse_config(entry.Config, ["--expert=e", "--method=ar", *flags])
+    assert config.options["deferral"] == Deferral(**given)
+    assert parse_config(entry.Config, ["--expert=e", "--method=ar"]).options["deferral"] == Deferral()
+
+
+@pytest.mark.parametrize(
+    ("given", "target"),
+    [
+        ([], Target(alpha=0.1, temperature=0.0)),
+        (["--alpha=0.3", "--cutoff=0.2", "--top_k=5"], Target(0.3, 0.0, 0.2, top_k=5)),
+        (["--target=obrien"], Target.obrien(temperature=0.0)),
+        (["--target=obrien", "--strength=0.7", "--cutoff=0.3"], Target.obrien(0.7, 0.3, temperature=0.0)),
+        (["--target=li", "--strength=1", "--amateur_temperature=0.5"], Target.li(1.0, 0.5, temperature=0.0)),
+        (["--target=cos", "--strength=0.5", "--temperature=1"], Target(alpha=1.0, temperature=2.0)),
+    ],
+)
+def test_published_targets_have_names(given, target):
+    config = parse_config(entry.Config, ["--expert=e", "--amateur=a", "--method=cd", *given])
+    assert make_settings(**config.options).target == target
+
+
+def test_three_models_and_a_negative_prompt(world, cd, capsys):
+    three = [f"--tuned={world / 'amateur'}", f"--base={world / 'expert'}", "--target=proxy", "--prompt=w1"]
+    alone = [flag for flag in flags(world, "--method=dcd_ngram") if not flag.startswith(("--amateur", "--alpha"))]
+    entry.main([*alone, *three])
+    scorers = three_models(cd.pair.amateur, cd.pair.expert)
+    other = Decoder(cd.pair, None, cd.stops, contrast=scorers)
+    options = {"max_new_tokens": 8, "target": Target.proxy(temperature=0.0)}
+    assert capsys.readouterr().out == other.generate(["w1"], "cd", **options)[0].text + "\n"
+    entry.main(
+        [*alone, "--target=guidance", "--strength=0.5", "--negative_prompt=w9 w8", "--prompt=w1", "--compare=cd"]
+    )
+    shown = capsys.readouterr()
+    other.contrast = negative_prompt(cd.pair.expert, cd.prompt("w9 w8").ids)
+    options["target"] = Target.guidance(0.5, temperature=0.0)
+    assert shown.out == other.generate(["w1"], "cd", **options)[0].text + "\n"
+    assert "texts: 1 of 1 equal" in shown.err
 
 
 # ---- many answers ----------------------------------------------------------------------------------------------------
@@ -256,6 +303,14 @@ def test_a_comparison_as_json_holds_both(world, capsys):
         (["--amateur="], "method dcd_eagle3 contrasts with an amateur, and none is given: name one (--amateur)"),
         (["--head="], "method dcd_eagle3 drafts with an EAGLE3 head, and none is given: name one (--head)"),
         (["--method=ar", "--compare=dcd_eagle3", "--head="], "method dcd_eagle3 drafts with an EAGLE3 head"),
+        (["--method=dcd_lm"], "method dcd_lm drafts with a small language model, and none is given: name one (--lm)"),
+        (["--lm=/nowhere"], "there is no folder /nowhere"),
+        (["--saving=some"], "saving 'some' is unknown"),
+        (["--defer_theta=-1"], "defer_theta must be a finite number of 0 or more"),
+        (["--top_p=0"], "top_p must lie in (0, 1]"),
+        (["--target=warp"], "--target warp is unknown; choose dcd, obrien,"),
+        (["--target=li"], "--alpha is for --target dcd; li does not use it"),
+        (["--strength=1"], "--strength is for --target obrien or li or cos or proxy or guidance; dcd does not use it"),
         (["--head=nowhere"], "no head at nowhere"),
         (["--expert=/nowhere"], "there is no folder /nowhere"),
         (["--amateur=/nowhere"], "there is no folder /nowhere"),
@@ -287,6 +342,22 @@ def test_a_refusal_is_one_line_and_exit_code_2(world, capsys, more, message):
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.startswith("error: ")
     assert message in shown.err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--target=li"], "--target li needs --strength"),
+        (["--target=cos", "--strength=1"], "mu must lie in [0, 1)"),
+        (["--target=obrien", "--amateur_temperature=2"], "--amateur_temperature is for --target li"),
+        (["--target=proxy", "--tuned=t", "--base=b"], "--amateur is for --target dcd or obrien or li or cos"),
+        (["--target=proxy", "--amateur=", "--tuned=t"], "--target proxy needs --base"),
+        (["--target=guidance", "--amateur=", "--strength=1"], "--target guidance needs --negative_prompt"),
+    ],
+)
+def test_flags_of_a_target_belong_together(given, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        entry.main(["--expert=e", "--amateur=a", "--method=cd", "--prompt=w1", *given])
 
 
 @pytest.mark.parametrize(
