@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -89,7 +89,9 @@ def contrastive(
         UserError: what cannot be honoured, by name, and all that :meth:`dcd_core.api.Decoder.generate` refuses.
     """
     given = dict(alpha=alpha, cutoff=cutoff, gamma=gamma, branch=branch, nodes=nodes, stop_below=stop_below)
-    given |= dict(saving=saving, deferral=deferral, rule=rule)
+    given |= dict(saving=saving, rule=rule)
+    if deferral is not None:
+        given |= {f"defer_{name}": value for name, value in asdict(deferral).items()}
     asked = read_request(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     given |= asked.sampling | {"max_new_tokens": asked.max_new_tokens, "seed": seed}
     if seed is None:

@@ -26,7 +26,7 @@ from dcd_core.config import parse_config, refuse_below, run_entry
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Scorer
 from dcd_core.errors import UserError
-from dcd_core.flip_risk import Deferral
+from dcd_core.flags import LoopFlags
 from dcd_core.methods import METHODS
 from dcd_core.models import load_scorer, load_tokenizer
 from dcd_core.prompts import prompt_ids, read_prompts
@@ -49,7 +49,7 @@ STRENGTHLESS = ("obrien", "proxy")
 
 
 @dataclass
-class Config:
+class Config(LoopFlags):
     """Settings of the terminal. A field named like one of `dcd_core.api.OPTIONS` reaches decoding by its name."""
 
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
@@ -89,18 +89,8 @@ class Config:
     top_p: float = field(default=1.0, metadata={"help": "keep this share of the combined distribution"})
     # ---- the loop
     max_new_tokens: int = field(default=DEFAULTS["max_new_tokens"], metadata={"help": "most tokens of an answer"})
-    gamma: int = field(default=5, metadata={"help": "drafts in a row"})
-    branch: int = field(default=1, metadata={"help": "drafts side by side: 1 is a chain"})
-    nodes: int = field(default=0, metadata={"help": "most drafts of a tree (0: gamma times branch)"})
-    stop_below: float = field(default=0.0, metadata={"help": "end a draft whose probability falls below this"})
     rule: str = field(default="auto", metadata={"help": "auto, sampled, deterministic or shared_noise"})
     seed: int = field(default=0, metadata={"help": "seed of all sampling"})
-    saving: str = field(default="none", metadata={"help": "amateur passes that are saved: none, lazy or deferred"})
-    defer_theta: float = field(default=Deferral.theta, metadata={"help": "deferred: ask the amateur at this risk"})
-    defer_scale: float = field(default=Deferral.scale, metadata={"help": "deferred: scale of the flip law, nats"})
-    defer_power: float = field(default=Deferral.power, metadata={"help": "deferred: power of the flip law"})
-    defer_spread: float = field(default=Deferral.spread, metadata={"help": "deferred: risk of a sampled token"})
-    defer_most: int = field(default=Deferral.most, metadata={"help": "deferred: most tokens that wait for judging"})
     # ---- how
     batch: int = field(default=1, metadata={"help": "prompts at a time"})
     json: bool = field(default=False, metadata={"help": "write answers as JSON lines {id, method, text, ...}"})
@@ -131,9 +121,6 @@ class Config:
     def options(self) -> dict:
         """The flags that decide how to decode."""
         found = {name: getattr(self, name) for name in OPTIONS if getattr(self, name, None) is not None}
-        found["deferral"] = Deferral(
-            **{name: getattr(self, f"defer_{name}") for name in ("theta", "scale", "power", "spread", "most")}
-        )
         if self.target == "dcd":
             return found
         parts = {name: found.pop(name) for name in TARGET_OPTIONS if name in found}

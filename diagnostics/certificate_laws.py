@@ -13,7 +13,6 @@ from dcd_core.decode import Assembled, Scorer, Settings, batch_class
 from dcd_core.draft import Draft
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
-from dcd_core.flip_risk import Deferral
 from dcd_core.methods import METHODS
 from dcd_core.scorers import negative_prompt, three_models
 from diagnostics.certificate_page import Line
@@ -31,7 +30,7 @@ VARIANTS = {
     "lazy": {"gamma": 2, "saving": "lazy"},
     "tree, lazy": {"gamma": 2, "branch": 2, "saving": "lazy"},
     # judged only where a text may end, so that blocks are as long as they can be
-    "deferred": {"gamma": 2, "saving": "deferred", "deferral": Deferral(theta=2.0)},
+    "deferred": {"gamma": 2, "saving": "deferred", "defer_theta": 2.0},
 }
 
 

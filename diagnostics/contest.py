@@ -63,8 +63,8 @@ def _form(form: str, label: str) -> dict:
         except ValueError:
             pass
     raise ValueError(
-        f"'{label}': '{form}' is no form of a method; write DEPTHxBRANCH:NODES (such as 5x4:10), DEPTH, lazy, deferred, "
-        "or a setting as name=number"
+        f"'{label}': '{form}' is no form of a method; write DEPTHxBRANCH:NODES (such as 5x4:10), DEPTH, lazy, "
+        "deferred, or a setting as name=number"
     )
 
 

@@ -5,7 +5,7 @@
 
 Every method answers the same prompts at every batch size; finished rows leave and waiting prompts enter. All of that is
 done `repeats` times in turns, so that drift of the machine hits all alike. A figure is tokens over seconds, prefill
-included, of all repeats; its spread is the smallest and largest of the repeats. Writes metrics.json and prints the table.
+included, of all repeats; its spread is the smallest and largest of the repeats. Writes metrics.json, prints the table.
 A stopped run goes on where it was. No timing counts while another job runs on the machine.
 """
 

@@ -93,8 +93,8 @@ def test_the_risk_of_deferred_judging_is_set_by_five_flags():
     given = {"theta": 0.2, "scale": 2.0, "power": 1.0, "spread": 0.5, "most": 7}
     flags = [f"--defer_{name}={value}" for name, value in given.items()]
     config = parse_config(entry.Config, ["--expert=e", "--method=ar", *flags])
-    assert config.options["deferral"] == Deferral(**given)
-    assert parse_config(entry.Config, ["--expert=e", "--method=ar"]).options["deferral"] == Deferral()
+    assert make_settings(**config.options).deferral == Deferral(**given)
+    assert make_settings(**parse_config(entry.Config, ["--expert=e", "--method=ar"]).options).deferral == Deferral()
 
 
 @pytest.mark.parametrize(
