@@ -230,7 +230,7 @@ def test_other_vocabularies_are_refused(world, stock, tmp_path):
     given = dict(**padded(), custom_generate=contrastive, method="cd", max_new_tokens=NEW)
     with pytest.raises(UserError, match="different vocabularies: id 13 is 'w5'"):
         model.generate(**given, amateur=str(tmp_path / "other"))
-    with pytest.raises(UserError, match="104 logits and the amateur 96, and their tokenizers are not there"):
+    with pytest.raises(UserError, match="104 logits and the other model 96, and their tokenizers are not there"):
         tiny_causal_lm("qwen3").generate(**given, amateur=stock["smol"][1])
 
 
