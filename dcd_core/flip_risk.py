@@ -35,10 +35,10 @@ class Deferral:
         UserError: a value outside its range, by name.
     """
 
-    theta: float = 0.3
-    ceiling: float = 0.7
+    theta: float = 0.2
+    ceiling: float = 0.57
     scale: float = 1.5
-    power: float = 1.5
+    power: float = 2.3
     spread: float = 1.0
     most: int = 48
 
