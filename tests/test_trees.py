@@ -150,6 +150,8 @@ def test_every_tree_gives_the_text_of_the_plain_loop(pairs, kind, shape, tempera
     for name in METHODS:
         found = decode(assembled(name, *pairs[kind]), PROMPTS, settings, max_batch=3)
         assert texts(found) == plain["cd" if METHODS[name].contrast else "ar"], name
+        if METHODS[name].saving == "deferred":
+            continue  # its rounds are blocks of several drafts
         rounds = [entry for generation in found for entry in generation.rounds]
         most = shape.budget if name in TREES else shape.depth
         assert all(entry.accepted <= shape.depth and entry.drafted <= most for entry in rounds), name
@@ -178,7 +180,7 @@ def test_a_tree_costs_no_copy_to_the_host(pairs, name, rule):
             decode(assembled(name, *pairs["smol"]), PROMPTS, tree_settings(SHAPES[0], 1.0, rule=rule))
         return
     steps = copies_per_step(assembled(name, *pairs["smol"]), tree_settings(SHAPES[1], 1.0, rule=rule), batch=3)
-    assert len(steps) > 3 and all(found == ["tolist"] for found in steps)
+    assert len(steps) > 3 and all(found == ["tolist"] for found, _ in steps)
 
 
 def test_caches_after_rounds_of_trees_are_fresh_ones(pairs):
