@@ -59,7 +59,7 @@ def method_of(control: Control, toy: Toy, seed: int) -> str | None:
     return None
 
 
-def controlled(control: Control, laws: Laws) -> Line:
+def controlled(control: Control, laws: Laws, samples: int) -> Line:
     """The run with its fault, which must fail the test, and the same run without, which must pass it."""
     name = method_of(control, laws.toy, laws.seed)
     if name is None:
@@ -67,8 +67,8 @@ def controlled(control: Control, laws: Laws) -> Line:
         return Line("controls", control.name, note=f"needs {wanted}, which is not in METHODS")
     settings = toy_settings(AIM.target, control.rule, laws.seed, **control.settings)
     with control.fault(toy_method(name, laws.toy), settings) as (method, wrong):
-        faulty = laws.tested(texts(method, wrong, laws.samples), name, AIM)
-    clean = laws.tested(texts(toy_method(name, laws.toy), settings, laws.samples), name, AIM)
+        faulty = laws.tested(texts(method, wrong, samples), name, AIM)
+    clean = laws.tested(texts(toy_method(name, laws.toy), settings, samples), name, AIM)
     shape = ", ".join(f"{key} {value}" for key, value in control.settings.items())
     figures = {
         "method": name,

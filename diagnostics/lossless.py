@@ -110,12 +110,12 @@ def load_real(config: Config):
 def planned_tasks(config: Config, real, parts: Parts) -> list[Task]:
     """Every line of the certificate, in order, and how it is made."""
     toy, quick = toy_pair(config.seed), config.quick
-    laws = Laws(toy, config.seed, samples_of(quick), ALONE[quick])
+    laws = Laws(toy, config.seed)
     tasks: list[Task] = [("exact-formula", functools.partial(formula, quick))]
     tasks += [(key("exact", case.title), functools.partial(enumerated, case, quick)) for case in CASES]
-    tasks += [
-        (key("laws", case.title), functools.partial(laws.line, case)) for case in law_cases(toy, config.seed, quick)
-    ]
+    for case in law_cases(toy, config.seed, quick):
+        make = functools.partial(laws.line, case, samples_of(case.variant, quick), ALONE[quick])
+        tasks.append((key("laws", case.title), make))
     if real is None:
         note = "no pair given: --expert, --amateur and --prompts"
         tasks.append(("identity-skipped", lambda: Line("identity", "real pair", note=note)))
@@ -128,8 +128,9 @@ def planned_tasks(config: Config, real, parts: Parts) -> list[Task]:
         for check in planned_checks(toy, config.alphas, len(prompts), head is not None):
             name = key("identity", f"{check.title} {check.temperature:g}")
             tasks.append((name, functools.partial(checked, check, prompts, writer)))
-    few = Laws(toy, config.seed, CONTROL_SAMPLES[quick], 0)
-    tasks += [(key("controls", control.name), functools.partial(controlled, control, few)) for control in CONTROLS]
+    for control in CONTROLS:
+        make = functools.partial(controlled, control, laws, CONTROL_SAMPLES[quick])
+        tasks.append((key("controls", control.name), make))
     return tasks
 
 

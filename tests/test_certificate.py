@@ -135,7 +135,7 @@ def test_a_stopped_certificate_goes_on(tmp_path, monkeypatch):
     small(monkeypatch)
     calls = []
 
-    def stops(control, laws):
+    def stops(control, laws, samples):
         calls.append("control")
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -272,7 +272,7 @@ def test_methods_join_by_being_in_the_table(toy, monkeypatch):
 
 
 def test_a_control_that_is_not_caught_fails(toy):
-    line = controlled(Control("nothing is wrong", no_fault), Laws(toy, 0, 1024, 0))
+    line = controlled(Control("nothing is wrong", no_fault), Laws(toy, 0), 1024)
     assert line.passed is False and "not caught" in line.note
 
 
@@ -285,7 +285,7 @@ def test_rows_that_depend_on_their_neighbours_fail(toy, monkeypatch):
 
     monkeypatch.setattr(certificate_laws, "texts", other)
     case = certificate_laws.LawCase("cd", "deterministic", "chain", "alpha .5")
-    line = Laws(toy, 0, 512, 6).line(case)
+    line = Laws(toy, 0).line(case, 512, 6)
     assert line.passed is False and line.figures["p"] > 1e-6 and "of 6 the same" in line.figures["rows alone"]
 
 
@@ -315,14 +315,14 @@ def test_controls_of_siblings_are_caught(toy, monkeypatch, name):
     monkeypatch.setattr(certificate_controls, "METHODS", {"siblings": method} | METHODS)
     monkeypatch.setitem(METHODS, "siblings", method)
     control = next(control for control in CONTROLS if control.name == name)
-    line = controlled(control, Laws(toy, 0, 2048, 0))
+    line = controlled(control, Laws(toy, 0), 2048)
     assert line.figures["method"] == "siblings" and line.passed
 
 
 def test_swapped_roles_are_caught(toy, monkeypatch):
     """In any method with two models, so in CoS too."""
     control = next(control for control in CONTROLS if control.method == "cos")
-    line = controlled(dataclasses.replace(control, method="scd"), Laws(toy, 0, 2048, 0))
+    line = controlled(dataclasses.replace(control, method="scd"), Laws(toy, 0), 2048)
     assert line.passed
 
 
