@@ -75,7 +75,7 @@ demo: $(STAMP) ## the whole of it on a small real pair, up to runs/demo/report/i
 certify: demo ## is decoding lossless, and would the tests have seen it if it were not? one page (about 40 min)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/certify.yaml
 
-identity: demo ## does every method write vanilla contrastive decoding's very text? (about 45 min)
+identity: demo ## does every method write vanilla contrastive decoding's very text? (about 80 min)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/identity.yaml
 
 speed: demo ## speed-up table of the demo's pair in bf16, greedy and sampled (about 25 min on an idle machine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from dcd_core.contrast import Target
 from dcd_core.draft import Shape
@@ -52,6 +52,7 @@ class Settings:
     stop_below: float = 0.0
     saving: str = "none"
     defer_theta: float = Deferral.theta
+    defer_ceiling: float = Deferral.ceiling
     defer_scale: float = Deferral.scale
     defer_power: float = Deferral.power
     defer_spread: float = Deferral.spread
@@ -70,9 +71,7 @@ class Settings:
             raise UserError(f"nodes must be 0 (depth times branch) or more, got {self.nodes}")
         if not 0 <= self.stop_below < 1:
             raise UserError(f"stop_below is a probability in [0, 1), got {self.stop_below}")
-        self.deferral = Deferral(
-            self.defer_theta, self.defer_scale, self.defer_power, self.defer_spread, self.defer_most
-        )
+        self.deferral = Deferral(**{item.name: getattr(self, f"defer_{item.name}") for item in fields(Deferral)})
         if self.saving not in SAVINGS:
             raise UserError(f"saving {self.saving!r} is unknown; choose {', '.join(SAVINGS)}")
         if self.rule not in ("auto", "sampled", "deterministic", "shared_noise"):

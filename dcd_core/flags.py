@@ -22,6 +22,7 @@ class LoopFlags:
     defer_theta: float = field(
         default=Deferral.theta, metadata={"help": "deferred: ask the amateur when a flip is this probable"}
     )
+    defer_ceiling: float = field(default=Deferral.ceiling, metadata={"help": f"deferred: ceiling {_LAW}"})
     defer_scale: float = field(default=Deferral.scale, metadata={"help": f"deferred: scale {_LAW}"})
     defer_power: float = field(default=Deferral.power, metadata={"help": f"deferred: power {_LAW}"})
     defer_spread: float = field(default=Deferral.spread, metadata={"help": f"deferred, sampling: spread {_LAW}"})

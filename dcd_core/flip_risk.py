@@ -28,26 +28,29 @@ class Deferral:
     Args:
         theta: call it when the estimated probability that a provisional token of a row will not stand reaches this
             (the mean over the rows of a batch).
-        scale, power: P(flip) = 1 / (1 + (u / scale)^power) with u = margin over weight / T, in nats.
+        ceiling, scale, power: P(flip) = ceiling / (1 + (u / scale)^power) with u = margin over weight / T, in nats.
         spread: P(refused) = spread * weight / T * (1 - max p), for plain sampling.
         most: provisional tokens of a row after which the amateur is called in any case.
     Raises:
         UserError: a value outside its range, by name.
     """
 
-    theta: float = 0.3
+    theta: float = 0.2
+    ceiling: float = 0.57
     scale: float = 1.5
-    power: float = 1.5
+    power: float = 2.3
     spread: float = 1.0
     most: int = 48
 
     def __post_init__(self):
-        for name in ("theta", "scale", "power", "spread"):
+        for name in ("theta", "ceiling", "scale", "power", "spread"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"defer_{name} must be a finite number of 0 or more, got {value}")
         if self.scale == 0 or self.power == 0:
             raise UserError("defer_scale and defer_power must be above 0")
+        if self.ceiling > 1:
+            raise UserError(f"defer_ceiling is a probability, got {self.ceiling}")
         if self.most < 1:
             raise UserError(f"defer_most must be at least 1, got {self.most}")
 
@@ -64,7 +67,7 @@ def flip_risk(
     if weight == 0:
         return torch.zeros_like(margin)
     unit = weight / (temperature or 1.0)
-    return 1.0 / (1.0 + (margin / (unit * deferral.scale)) ** deferral.power)
+    return deferral.ceiling / (1.0 + (margin / (unit * deferral.scale)) ** deferral.power)
 
 
 def refusal_risk(

@@ -151,11 +151,11 @@ def propose(traces: list[tuple[float, Trace]], times: Times, config: Config) -> 
     """The fitted laws, and per alpha the thresholds that are fastest in simulation."""
     margins = np.concatenate([trace.unit_margin for _, trace in traces])
     flips = np.concatenate([trace.flips for _, trace in traces])
-    scale, power = fit_flips(margins, flips)
+    ceiling, scale, power = fit_flips(margins, flips)
     exposed = np.concatenate([alpha * (1.0 - np.array(trace.peak)) for alpha, trace in traces])
     spread = fit_spread(1.0 - exposed, np.concatenate([trace.tv for _, trace in traces]), 1.0)
-    law = Deferral(scale=scale, power=power, spread=spread)
-    found = {"scale": scale, "power": power, "spread": spread, "by_alpha": []}
+    law = Deferral(ceiling=ceiling, scale=scale, power=power, spread=spread)
+    found = {"ceiling": ceiling, "scale": scale, "power": power, "spread": spread, "by_alpha": []}
     for alpha in config.alphas:
         own = [trace for other, trace in traces if other == alpha]
         places = sum(len(trace.flips) for trace in own)
@@ -216,7 +216,7 @@ def print_proposal(found: dict) -> None:
     headers = ["alpha", "flips", "theta", "simulated gain", "expert passes per amateur pass", "stop_below"]
     headers += ["simulated gain", "drafts per round"]
     print(tabulate(rows, headers=headers, disable_numparse=True))
-    law = f"--defer_scale {found['scale']:.3g} --defer_power {found['power']:.3g} --defer_spread {found['spread']:.3g}"
+    law = " ".join(f"--defer_{name} {found[name]:.3g}" for name in ("ceiling", "scale", "power", "spread"))
     for entry in found["by_alpha"]:
         theta, stop = entry["best_deferred"]["theta"], entry["best_stop"]["stop_below"]
         print(f"alpha {entry['alpha']:g}: --defer_theta {theta:g} {law}; or --stop_below {stop:g}")

@@ -51,23 +51,30 @@ class Times:
         return count * pass_ms(self.head, 1)
 
 
-def fit_flips(unit_margin: np.ndarray, flips: np.ndarray) -> tuple[float, float]:
-    """Scale and power of P(flip) = 1 / (1 + (u / scale)^power), by maximum likelihood.
+def fit_flips(unit_margin: np.ndarray, flips: np.ndarray) -> tuple[float, float, float]:
+    """Ceiling, scale and power of P(flip) = ceiling / (1 + (u / scale)^power), by maximum likelihood.
 
-    One flip and one non-flip at the mean margin are added, so that the fit exists where nothing flips.
+    Half a flip and half a non-flip at the mean margin are added, so that the fit exists where nothing flips.
     """
     finite = np.isfinite(unit_margin)
-    logs = np.log(np.maximum(unit_margin[finite], 1e-6))
-    events = flips[finite].astype(float)
-    logs, events = np.append(logs, [logs.mean()] * 2), np.append(events, [0.0, 1.0])
+    margin = np.append(np.maximum(unit_margin[finite], 0.0), unit_margin[finite].mean())
+    events = np.append(flips[finite], 0.5)
 
     def loss(parameters: np.ndarray) -> float:
-        place, log_power = parameters
-        lean = np.exp(log_power) * (place - logs)
-        return float(np.sum(np.logaddexp(0, lean) - events * lean))
+        ceiling, scale, power = law_of(parameters)
+        risk = np.clip(ceiling / (1.0 + (margin / scale) ** power), 1e-9, 1 - 1e-9)
+        return float(-np.sum(events * np.log(risk) + (1 - events) * np.log1p(-risk)))
 
-    found = minimize(loss, x0=np.array([float(logs.mean()) - 1.0, 0.0]), method="Nelder-Mead")
-    return float(np.exp(found.x[0])), float(np.exp(found.x[1]))
+    def law_of(parameters: np.ndarray) -> tuple[float, float, float]:
+        lean, log_scale, log_power = np.clip(parameters, -8.0, 8.0)
+        return 1.0 / (1.0 + np.exp(-lean)), np.exp(log_scale), np.exp(np.clip(log_power, -3.0, 3.0))
+
+    start = np.array([0.5, np.log(max(float(np.median(margin)), 1e-3)) - 1.0, 0.0])
+    # steps of one in every direction: the default ones are next to nothing where the start is 0
+    simplex = np.vstack([start, start + np.eye(3)])
+    options = {"maxiter": 4000, "xatol": 1e-6, "fatol": 1e-6, "initial_simplex": simplex}
+    found = minimize(loss, x0=start, method="Nelder-Mead", options=options)
+    return tuple(float(value) for value in law_of(found.x))
 
 
 def fit_spread(peak: np.ndarray, tv: np.ndarray, weight: float) -> float:
@@ -82,7 +89,8 @@ def simulate_deferred(traces: list[Trace], deferral: Deferral, gamma: int, times
     passes = blocks = flips = 0
     ahead = times.draft(gamma) + pass_ms(times.expert, gamma + 1)
     for trace in traces:
-        risk = 1.0 / (1.0 + (np.maximum(trace.unit_margin, 0.0) / deferral.scale) ** deferral.power)
+        margin = np.maximum(trace.unit_margin, 0.0)
+        risk = deferral.ceiling / (1.0 + (margin / deferral.scale) ** deferral.power)
         place, last = 0, len(trace.agreed)
         while place < last:
             current, stands, fallen = place, 1.0, None

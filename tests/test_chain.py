@@ -113,6 +113,6 @@ def test_a_row_stops_for_itself(near, name, rule):
 def test_only_an_early_stop_looks_at_the_device(near, stop_below, most):
     """Once a token at most, and not after the last; then the round's own copy."""
     steps = copies_per_step(assembled("dcd_eagle3", *near), settings(0.0, stop_below=stop_below), batch=4)
-    assert max(len(found) for found in steps) <= most
-    assert all(found[-1] == "tolist" for found in steps)
-    assert (max(len(found) for found in steps) > 1) == (stop_below > 0)
+    assert max(len(found) for found, _ in steps) <= most
+    assert all(found[-1] == "tolist" for found, _ in steps)
+    assert (max(len(found) for found, _ in steps) > 1) == (stop_below > 0)

@@ -152,10 +152,10 @@ def test_the_margin_is_best_minus_second_best():
 
 
 def test_flip_risk_falls_with_the_margin_in_units_of_the_contrast():
-    law, margins = Deferral(scale=2.0, power=1.5), torch.tensor([0.0, 0.2, 1.0, math.inf])
+    law, margins = Deferral(ceiling=0.8, scale=2.0, power=1.5), torch.tensor([0.0, 0.2, 1.0, math.inf])
     risk = flip_risk(margins, 0.1, 0.0, law)
-    assert risk[0] == 1 and risk[-1] == 0 and (risk.diff() < 0).all()
-    assert flip_risk(torch.tensor(0.2), 0.1, 0.0, law).item() == pytest.approx(0.5)
+    assert risk[0] == pytest.approx(0.8) and risk[-1] == 0 and (risk.diff() < 0).all()
+    assert flip_risk(torch.tensor(0.2), 0.1, 0.0, law).item() == pytest.approx(0.4)
     torch.testing.assert_close(flip_risk(5 * margins, 0.5, 1.0, law), risk)
     torch.testing.assert_close(flip_risk(2 * margins, 0.1, 0.5, law), risk)
     assert (flip_risk(margins, 0.0, 0.0, law) == 0).all(), "without contrast nothing flips"

@@ -206,6 +206,34 @@ def test_a_sampled_pick_carries_the_law_it_came_from(temperature):
     assert (counts - expected[0]).abs().max() < 5 * (0.25 / 1000) ** 0.5
 
 
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_children_are_drawn_one_after_the_other_without_replacement(ids):
+    vocab = 6 if ids is None else 13
+    logits = LOGITS[:2, None].expand(-1, 3, -1) * torch.tensor([1.0, 0.5, 40.0]).double()[:, None]
+    tokens, gains, laws = noise("sampled", batch=2, temperature=0.7).pick_children(logits, 1, 6, vocab, ids)
+    whole = torch.zeros(2, 3, vocab, dtype=torch.float64)
+    whole[..., torch.arange(6) if ids is None else ids] = (logits / 0.7).softmax(-1)
+    assert laws.isfinite().all() and laws.sum(-1).allclose(torch.ones(2, 3, 6, dtype=torch.float64))
+    torch.testing.assert_close(gains[:, :2].exp(), whole[:, :2].gather(2, tokens[:, :2]))
+    assert (tokens.sort(-1).values == (torch.arange(6) if ids is None else ids)).all(), "no token twice"
+    for child in range(6):
+        left = whole[:, :2].scatter(2, tokens[:, :2, :child], 0.0)
+        torch.testing.assert_close(laws[:, :2, child], left / left.sum(-1, keepdim=True), atol=1e-12, rtol=1e-9)
+
+
+def test_the_first_two_children_have_the_joint_law_of_two_draws():
+    many, law = 2000, (LOGITS[0] / 0.7).softmax(-1)
+    draws = RoundNoise(torch.tensor([11]), torch.arange(many)[None], 0.7, "sampled")
+    counts = torch.zeros(6, 6, dtype=torch.float64)
+    for depth in range(many):
+        first, second = draws.pick_children(LOGITS[:1, None], depth, 2, 6)[0][0, 0]
+        counts[first, second] += 1 / many
+    joint = law[:, None] * law[None, :] / (1 - law[:, None])
+    joint.fill_diagonal_(0)
+    assert joint.sum() == pytest.approx(1)
+    assert ((counts - joint).abs() < (5 * (many * joint * (1 - joint)).sqrt() + 4 * (joint > 0)) / many + 1e-12).all()
+
+
 def test_a_shared_noise_pick_reads_the_verifier_s_noise():
     shared = noise("shared_noise", temperature=0.5)
     token, probs = shared.pick(LOGITS, 1, 6)

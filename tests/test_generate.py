@@ -89,8 +89,8 @@ def test_every_flag_of_decoding_arrives(world, cd, capsys, monkeypatch):
     assert capsys.readouterr().out == texts(cd, ["w1"], **given)[0] + "\n"
 
 
-def test_the_risk_of_deferred_judging_is_set_by_five_flags():
-    given = {"theta": 0.2, "scale": 2.0, "power": 1.0, "spread": 0.5, "most": 7}
+def test_the_risk_of_deferred_judging_is_set_by_flags():
+    given = {"theta": 0.2, "ceiling": 0.5, "scale": 2.0, "power": 1.0, "spread": 0.5, "most": 7}
     flags = [f"--defer_{name}={value}" for name, value in given.items()]
     config = parse_config(entry.Config, ["--expert=e", "--method=ar", *flags])
     assert make_settings(**config.options).deferral == Deferral(**given)

@@ -50,9 +50,11 @@ def texts(generations) -> list[list[int]]:
     return [generation.ids for generation in generations]
 
 
-def written(name: str, parts, contrast, target: Target, batch: int = 4) -> list[list[int]]:
-    pair, head, _ = parts
-    return texts(decode(assemble(name, pair, head, contrast=contrast), PROMPTS, settings(target), max_batch=batch))
+def written(name: str, parts, contrast, target: Target, saving: str = "none") -> list[list[int]]:
+    """Three rows at a time, so that one prompt enters a running batch."""
+    pair, head, third = parts
+    method = assemble(name, pair, head, contrast=contrast, lm=third)
+    return texts(decode(method, PROMPTS, settings(target, saving=saving), max_batch=3))
 
 
 def plain(models: list, target: Target, prefixes) -> list[list[int]]:
@@ -75,8 +77,7 @@ def test_three_models_write_the_plain_loop_s_text(which, temperature, request):
     if which == "parts":
         assert expected != plain([pair.expert], Target(temperature=temperature), lambda prompt: [prompt.ids])
     for name in CONTRAST:
-        for batch in (4, 3):
-            assert written(name, parts, three_models(pair.amateur, third), target, batch) == expected, (name, batch)
+        assert written(name, parts, three_models(pair.amateur, third), target) == expected, name
 
 
 def test_a_draft_that_passes_whole_ends_in_the_row_of_three_models(near):
@@ -115,9 +116,7 @@ def test_guidance_writes_the_plain_loop_s_text(parts, negative, temperature):
         assert expected == [greedy([pair.expert] * 2, [1.8, -0.8], [p.ids, make(p)], TOKENS) for p in PROMPTS]
     assert expected != plain([pair.expert], Target(temperature=temperature), lambda prompt: [prompt.ids])
     for name in NOT_DRAFTING:
-        for batch in (4, 3):
-            contrast = negative_prompt(pair.expert, negative)
-            assert written(name, parts, contrast, target, batch) == expected, (name, batch)
+        assert written(name, parts, negative_prompt(pair.expert, negative), target) == expected, name
 
 
 def test_the_prompt_as_its_own_negative_is_the_expert(parts):
@@ -165,15 +164,41 @@ TWO_MODELS = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("which, temperature", [("near", 0.0), ("parts", 1.0)])
 @pytest.mark.parametrize("name", TWO_MODELS)
-def test_every_preset_gives_every_method_one_text(parts, near, name, temperature):
-    target = TWO_MODELS[name](temperature=temperature)
-    for world in (parts, near):
-        pair = world[0]
-        expected = plain([pair.expert, pair.amateur], target, lambda prompt: [prompt.ids] * 2)
-        for method in CONTRAST:
-            assert written(method, world, None, target) == expected, method
+def test_every_preset_gives_every_method_one_text(request, name, which, temperature):
+    target, world = TWO_MODELS[name](temperature=temperature), request.getfixturevalue(which)
+    pair = world[0]
+    expected = plain([pair.expert, pair.amateur], target, lambda prompt: [prompt.ids] * 2)
+    for method in CONTRAST:
+        assert written(method, world, None, target) == expected, method
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["li", "proxy", "guidance"])
+@pytest.mark.parametrize("saving", ["lazy", "deferred"])
+def test_saved_amateur_passes_give_the_same_text_for_every_kind_of_target(parts, kind, saving, temperature):
+    """Weights that do not sum to 1, three models, and a model after another prefix."""
+    pair, _, third = parts
+    at = {"temperature": temperature, "cutoff": 0.1, "top_p": 0.9}
+    target, contrast, models, prefixes = {
+        "li": (Target.li(0.5, 0.8, **at), None, [pair.expert, pair.amateur], lambda p: [p.ids] * 2),
+        "proxy": (
+            Target.proxy(0.7, **at),
+            three_models(pair.amateur, third),
+            [pair.expert, pair.amateur, third],
+            lambda p: [p.ids] * 3,
+        ),
+        "guidance": (
+            Target.guidance(0.8, **at),
+            negative_prompt(pair.expert, other_question),
+            [pair.expert] * 2,
+            lambda p: [p.ids, other_question(p)],
+        ),
+    }[kind]
+    expected = plain(models, target, prefixes)
+    for name in ("cd", "dcd_ngram", "dcd_eagle3"):
+        assert written(name, parts, contrast, target, saving) == expected, name
 
 
 @pytest.mark.parametrize("name, looks", [("dcd, top-k", 0), ("dcd, top-p", 1), ("cos, all cuts", 0)])
