@@ -10,7 +10,7 @@ Greedy, fp32, in batches:
 Then, at temperature 1 under shared noise, every method equals `cd` again (the first --noise_prompts prompts).
 
 Texts may part only where the two best scores lie closer than 1e-3 nats, which is rounding; each such place is printed
-and counted. Any other difference makes the exit code 1. Writes metrics.json.
+and counted. Any other difference makes the exit code 1. Writes metrics.json, or differences.json if some text differs.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
@@ -21,6 +21,7 @@ from tabulate import tabulate
 
 from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
+from dcd_core.files import write_json_atomic
 from dcd_core.loading import load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.models import load_scorer
@@ -86,8 +87,12 @@ def main(argv: list[str] | None = None) -> int:
     plan = checks(config, len(prompts))
     results = [held_against(check, prompts[: check.prompts], writer) for check in plan]
     different = sum(result["different"] for result in results)
-    finish_run(folder, {"checks": results, "passed": different == 0, "prompts": len(prompts)})
-    parts.remove()
+    found = {"checks": results, "passed": different == 0, "prompts": len(prompts)}
+    if different:  # a failed check must never look like a finished run
+        write_json_atomic(folder / "differences.json", found)
+    else:
+        finish_run(folder, found)
+        parts.remove()
     print_results(results)
     return 0 if different == 0 else 1
 

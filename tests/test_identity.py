@@ -60,7 +60,8 @@ def test_a_fault_is_seen_and_the_exit_code_is_1(world, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(module, "decode", flipped)
     assert entry.main(flags(world, tmp_path / "out", "--methods", "dcd_ngram", "--alphas", "0.5")) == 1
-    found = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert not (tmp_path / "out" / "metrics.json").exists(), "a failed check is no finished run"
+    found = json.loads((tmp_path / "out" / "differences.json").read_text())
     assert not found["passed"]
     wrong = [check for check in found["checks"] if check["different"]]
     assert {check["found"] for check in wrong} == {"dcd_ngram"}
