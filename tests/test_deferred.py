@@ -46,7 +46,7 @@ def test_greedy_text_is_that_of_vanilla_contrastive_decoding(pair, name, theta):
     expected = [greedy_cd(pair, prompt.ids, 1.0, LENGTH) for prompt in PROMPTS]
     plain = [greedy_cd(pair, prompt.ids, 0.0, LENGTH) for prompt in PROMPTS]
     assert expected != plain, "the amateur must have something to say"
-    for batch in (1, 3):
+    for batch in (1, 3) if theta == THETAS[1] else (3,):
         done = decode(assemble(name, pair, tiny_head(pair)), PROMPTS, settings(theta=theta), max_batch=batch)
         assert texts(done) == expected
 
