@@ -79,8 +79,12 @@ def batch_class(method: Assembled, settings: Settings) -> type[Batch]:
     A method that never asks the amateur has nothing to save.
 
     Raises:
-        UserError: a saving for a method whose drafts are the amateur's own.
+        UserError: a saving for a method whose drafts are the amateur's own, or one that contradicts the method.
     """
+    if method.saving and settings.saving not in ("none", method.saving):
+        raise UserError(
+            f"method {method.name} is {method.saving} judging itself; saving {settings.saving} contradicts it"
+        )
     saving = method.saving or settings.saving
     if saving == "none" or len(method.scorers) == 1:
         return Batch

@@ -136,6 +136,11 @@ def test_methods_that_draft_with_the_amateur_cannot_defer(near):
             decode(assemble(name, near), PROMPTS, settings())
 
 
+def test_another_saving_than_the_method_s_own_is_refused(near):
+    with pytest.raises(UserError, match="method dcd_deferred is deferred judging itself; saving lazy contradicts it"):
+        decode(assemble("dcd_deferred", near, tiny_head(near)), PROMPTS, settings(saving="lazy"))
+
+
 def test_methods_without_an_amateur_have_nothing_to_save(near):
     plain = Settings(Target(temperature=0.0), LENGTH, seed=2)
     assert texts(decode(assemble("ar", near), PROMPTS, settings(0.0))) == texts(

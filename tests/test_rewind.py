@@ -83,7 +83,10 @@ def test_a_drafter_that_goes_back_is_as_if_it_had_never_been_further(parts, name
 
 def test_a_drafter_without_state_has_nothing_to_take_back(parts):
     texts = some_texts(1)
-    Drafter().rewind([1, 1, 1], told(parts[0].expert, texts, [3] * 3, [4] * 3))
+    drafter = Drafter()
+    before = dict(vars(drafter))
+    drafter.rewind([1, 1, 1], told(parts[0].expert, texts, [3] * 3, [4] * 3))
+    assert vars(drafter) == before and proposal(drafter, texts, [4] * 3, Shape(3), "deterministic").nodes == 0
 
 
 def test_the_amateur_as_drafter_cannot_go_back(parts):

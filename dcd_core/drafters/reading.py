@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from dcd_core.cache import KVCache
 from dcd_core.drafters.protocol import Accepted, Drafter
 
 
-class ReadingDrafter(Drafter):
+class ReadingDrafter(Drafter, ABC):
     """Reads newly accepted tokens in the pass that makes the first draft of a round, all of them again, so that no
     state of a draft outlives its round.
 
@@ -21,9 +23,9 @@ class ReadingDrafter(Drafter):
     unread: Accepted | None = None
     state: Tensor | None = None
 
+    @abstractmethod
     def read(self, new: Accepted) -> Tensor:
         """One pass over new tokens, which the caller commits; what drafting starts from, ``[batch, 1, size]``."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def _read_accepted(self) -> None:
