@@ -209,6 +209,11 @@ def print_table(entries: list[dict]) -> None:
         if entry.get("measured_over_predicted", 1.0) < SHORTFALL:
             short = 100 * (1 - entry["measured_over_predicted"])
             print(f"{entry['method']}, alpha {entry['alpha']}: {short:.0f}% short of the predicted speed-up")
+    for entry in entries:
+        if "over_unsaved" in entry:
+            over = f"{_interval(entry['over_unsaved'])} over {entry['unsaved']}"
+            passes = f"{entry['expert_passes']} expert and {entry['amateur_passes']} amateur passes"
+            print(f"{entry['method']}, alpha {entry['alpha']}: {over}, {passes}, {entry['flips']} flips")
 
 
 def print_agreement(counts: list[dict]) -> None:

@@ -11,6 +11,16 @@ def split_label(label: str) -> tuple[str, list[str]]:
     return method, forms.split("+") if forms else []
 
 
+def unsaved(label: str) -> str | None:
+    """The same drafts with an amateur pass in every round; None for a label that saves none."""
+    method, forms = split_label(label)
+    plain = "dcd_eagle3" if method == "dcd_deferred" else method
+    kept = [form for form in forms if form not in ("deferred", "lazy")]
+    if plain == method and kept == forms:
+        return None
+    return "@".join([plain, "+".join(kept)]) if kept else plain
+
+
 def read_shape(form: str) -> dict[str, int] | None:
     """gamma (and branch and nodes of a tree) of a form ``DEPTH`` or ``DEPTHxBRANCH:NODES``; None for any other form."""
     found = _SHAPE.fullmatch(form)

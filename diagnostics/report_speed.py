@@ -38,7 +38,7 @@ def speed_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
         section.headlines.append(Headline("Same text? Speed run", words, f"The timed texts of '{run.name}'."))
     section.text = [how(settings, entries)]
     section.pictures = pictures(entries, page, run.name)
-    section.tables = [speed_table(entries), split_table(entries)]
+    section.tables = [speed_table(entries), *saved_table(entries), split_table(entries)]
     if latency:
         section.tables.append(latency_table(latency))
     section.records = link(run.folder / "rounds.parquet", page)
@@ -143,6 +143,21 @@ def speed_table(entries: list[dict]) -> Table:
         "Speeds with 95% intervals over prompts. The paper's: range over its three pairs, greedy, its own hardware"
     )
     return Table(caption, headers, rows, ("paper: speed-up", "paper: accepted_length"))
+
+
+def saved_table(entries: list[dict]) -> list[Table]:
+    """What saving the amateur's passes gained over the same drafts without; no table where none were saved."""
+    rows = []
+    for entry in entries:
+        if "over_unsaved" not in entry:
+            continue
+        per_pass = f"{entry['expert_passes'] / entry['amateur_passes']:.2f}" if entry["amateur_passes"] else "-"
+        flips = f"{100 * entry['flips'] / entry['tokens']:.1f}" if entry["blocks"] else "-"
+        over = plain(entry["over_unsaved"])
+        rows.append([entry["method"], entry["alpha"], entry["unsaved"], over, per_pass, flips])
+    headers = ["method", "alpha", "over", "tokens/s over it", "expert passes / amateur pass", "flips / 100 tokens"]
+    caption = "Saved passes of the amateur, with 95% intervals over prompts; a flip is a token that the amateur changed"
+    return [Table(caption, headers, rows)] if rows else []
 
 
 def split_table(entries: list[dict]) -> Table:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from dcd_core.errors import UserError
+from diagnostics.forms import unsaved
 from diagnostics.resampling import RESAMPLES, Interval, paired_ratio, ratio_of_sums
 
 BASELINE = "cd"
@@ -37,7 +38,8 @@ def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int =
     """One JSON-able entry per alpha and method, with 95% intervals over prompts; methods without an alpha come first.
 
     `speedup` is tokens/s over `cd` at the same alpha on the same prompts (over `cd` of all alphas pooled for methods
-    without an alpha), and absent when there is no such `cd` run. Times are in milliseconds: `draft_step_ms` per drafted
+    without an alpha), and absent when there is no such `cd` run; where passes of the amateur are saved, `over_unsaved`
+    is the same over the method that saves none (`unsaved`), if it was measured. Times are in milliseconds: `draft_step_ms` per drafted
     token, the others per expert pass. Where the amateur judges whole blocks (`blocks`), accepted length and tokens per
     round count expert passes, after what the amateur took back (`flips` blocks); drafts by position are not kept.
     """
@@ -52,6 +54,10 @@ def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int =
         if len(against):
             arms = _same_prompts(part, against)
             entry["speedup"] = paired_ratio(*arms, resamples=resamples, seed=seed).as_dict()
+        if (alpha, unsaved(method)) in groups:
+            entry["unsaved"] = unsaved(method)
+            arms = _same_prompts(part, groups[alpha, entry["unsaved"]])
+            entry["over_unsaved"] = paired_ratio(*arms, resamples=resamples, seed=seed).as_dict()
         found.append(entry)
     return found
 

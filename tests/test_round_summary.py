@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 
 from dcd_core.errors import UserError
+from diagnostics.forms import unsaved
 from diagnostics.round_summary import acceptance_by_position, run_name, summarise_rounds
 
 
@@ -50,6 +51,28 @@ def test_accepted_length_leaves_the_verifiers_token_out():
 
 def test_without_cd_there_is_no_speedup():
     assert "speedup" not in by_method(*ROWS[3:5])["dcd_ngram"]
+
+
+@pytest.mark.parametrize(
+    "label, plain",
+    [
+        ("dcd_deferred", "dcd_eagle3"),
+        ("dcd_deferred@5x4:10", "dcd_eagle3@5x4:10"),
+        ("dcd_hybrid@5x4:10+deferred", "dcd_hybrid@5x4:10"),
+        ("cd@lazy", "cd"),
+        ("dcd_eagle3@5x4:10", None),
+        ("cd", None),
+    ],
+)
+def test_saved_passes_stand_beside_the_same_drafts_without(label, plain):
+    assert unsaved(label) == plain
+    found = by_method((0.5, label, "a", 3, 1, 2, 0.1), (0.5, plain or "other", "a", 3, 1, 3, 0.3))
+    over = found[label].get("over_unsaved", {}).get("estimate")
+    assert over == (pytest.approx(2.0) if plain else None)
+
+
+def test_a_saving_without_its_counterpart_is_compared_with_cd_alone():
+    assert "over_unsaved" not in by_method((0.5, "dcd_deferred", "a", 3, 1, 2, 0.1), *ROWS[:1])["dcd_deferred"]
 
 
 def test_an_answer_that_ended_with_the_prefill_counts_nothing():
