@@ -109,7 +109,7 @@ class Draft:
         self, row: Float[Tensor, "batch vocab"], law: Float[Tensor, "batch ids"]
     ) -> Float[Tensor, "batch vocab"]:
         """A row of the vocabulary minus one of ``probs``."""
-        return row - law if self.ids is None else row.index_add(1, self.ids, law, alpha=-1)
+        return row - law if self.ids is None else row.scatter_add(1, self.ids.expand_as(law), -law)
 
     def depths(self) -> Int[Tensor, "batch nodes"]:
         """1 for a child of the root, 2 for its children, and so on."""

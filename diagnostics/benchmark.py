@@ -170,7 +170,7 @@ def write_tables(folder: Path, answers: list[dict], tokenizer, latency: dict, co
         lines.append(json.dumps(kept | {"text": tokenizer.decode(made["ids"])}, ensure_ascii=False))
     write_text_atomic(folder / "answers.jsonl", "\n".join(lines) + "\n")
     rows = read_records(folder / "rounds.parquet", "rounds").rows
-    entries = summarise_rounds(rows, config.resamples, config.seed)
+    entries = summarise_rounds(rows, config.resamples, config.seed, config.gamma)
     return (
         with_predictions(entries, latency, config.gamma, config.branch, config.nodes)
         if "amateur" in latency

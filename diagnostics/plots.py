@@ -15,6 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from dcd_core.files import atomic_path
+from diagnostics.forms import split_label
 from diagnostics.paper import ERROR_ABOVE_2, SIGNAL_SHARES
 from diagnostics.position_summary import BUCKETS, FEW, Cells, bucket_labels
 
@@ -30,8 +31,14 @@ METHOD_STYLES = {
     "scd": ("#E69F00", "^", "\\\\"),
     "dcd_ngram": ("#009E73", "D", ".."),
     "dcd_eagle3": ("#0072B2", "o", ""),
+    "dcd_deferred": ("#CC79A7", "P", "xx"),
+    # beyond Okabe and Ito's eight: Tol's muted ones
+    "cos": ("#882255", "<", "||"),
+    "cross_alpha": ("#332288", ">", "OO"),
+    "dual": ("#117733", "d", "**"),
 }
-_SPARE_STYLE = ("#CC79A7", "P", "xx")
+_SPARE_STYLE = ("#666666", "h", "--")
+_DASHES = ("-", "--", ":", "-.")
 PART_STYLES = {
     "draft_ms": ("drafting", "#0072B2", ""),
     "expert_ms": ("expert pass", "#E69F00", "//"),
@@ -50,8 +57,8 @@ def save_png(figure: Figure, path: Path | str, dpi: int = 170) -> Path:
 
 
 def method_style(method: str) -> tuple[str, str, str]:
-    """Colour, marker and hatch of a method, the same in every figure."""
-    return METHOD_STYLES.get(method, _SPARE_STYLE)
+    """Colour, marker and hatch of a method, the same in every figure and for all its forms."""
+    return METHOD_STYLES.get(split_label(method)[0], _SPARE_STYLE)
 
 
 def signal_error_map(cells: Cells, signal_shares: np.ndarray, error_shares: np.ndarray) -> Figure:
@@ -163,7 +170,7 @@ def speedup_bars(entries: list[dict]) -> Figure:
     axes.axvline(1, color="black", lw=1, ls="--")
     axes.set_yticks(range(len(entries)), [_entry_name(entry) for entry in entries])
     axes.invert_yaxis()
-    axes.set_xlabel("speed-up over vanilla CD (tokens/s ratio; bars measured, lines 95% intervals)")
+    axes.set_xlabel("speed-up over vanilla CD (bars measured, lines 95% intervals)")
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -174,8 +181,11 @@ def acceptance_lines(entries: list[dict]) -> Figure:
     """Acceptance by draft position, given that the earlier drafts were accepted; one panel per alpha."""
     entries = [entry for entry in entries if entry["acceptance_by_position"]]
     alphas = list(dict.fromkeys(entry["alpha"] for entry in entries))
-    figure = Figure(figsize=(1.2 + 3.0 * len(alphas), 3.6), layout="constrained")
+    methods = list(dict.fromkeys(entry["method"] for entry in entries))
+    figure = Figure(figsize=(1.2 + 3.0 * len(alphas), 3.6 + 0.2 * len(methods)), layout="constrained")
     panels = figure.subplots(1, len(alphas), sharey=True, squeeze=False)[0]
+    bases = [split_label(method)[0] for method in methods]
+    dashes = {method: _DASHES[bases[:index].count(bases[index]) % 4] for index, method in enumerate(methods)}
     longest = max(len(entry["acceptance_by_position"]) for entry in entries)
     for axes, alpha in zip(panels, alphas, strict=True):
         shown = [entry for entry in entries if entry["alpha"] == alpha]
@@ -184,13 +194,15 @@ def acceptance_lines(entries: list[dict]) -> Figure:
             found = entry["acceptance_by_position"]
             places = np.arange(1, len(found) + 1) + 0.06 * (index - (len(shown) - 1) / 2)
             values = [100 * point["estimate"] for point in found]
-            line = {"color": colour, "marker": marker, "capsize": 2, "lw": 1.5, "ms": 6, "label": entry["method"]}
-            axes.errorbar(places, values, yerr=_error_bars(found, 100), **line)
+            line = {"color": colour, "marker": marker, "ls": dashes[entry["method"]], "label": entry["method"]}
+            axes.errorbar(places, values, yerr=_error_bars(found, 100), capsize=2, lw=1.5, ms=6, **line)
         axes.set_title("no contrast" if alpha == "any" else f"α = {alpha}", **_FONT)
         axes.set(ylim=(0, 100), xlim=(0.6, longest + 0.4), xlabel="draft position", xticks=range(1, longest + 1))
-        axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("accepted (%), given the earlier ones were")
+    known = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    place = {"loc": "outside lower center", "ncols": min(3, len(known))}
+    figure.legend(known.values(), known, frameon=False, fontsize=8, **place)
     return figure
 
 

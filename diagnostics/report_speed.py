@@ -25,7 +25,7 @@ def speed_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     """Summarise and draw one benchmark."""
     records = read_records(run.folder / "rounds.parquet", "rounds")
     settings = records.provenance.get("settings", {})
-    entries = summarise_rounds(records.rows, resamples, seed)
+    entries = summarise_rounds(records.rows, resamples, seed, settings.get("gamma"))
     latency = run.metrics.get("latency_ms", {})
     if "amateur" in latency:
         entries = with_predictions(

@@ -10,12 +10,13 @@ import numpy as np
 import pandas as pd
 
 from dcd_core.errors import UserError
-from diagnostics.forms import unsaved
+from diagnostics.forms import shape_of, split_label, unsaved
 from diagnostics.resampling import RESAMPLES, Interval, paired_ratio, ratio_of_sums
 
 BASELINE = "cd"
 # of rows in tables and bars in figures
-ORDER = ("ar", "expert_sd", "cd", "scd", "cos", "dcd_ngram", "dcd_lm", "dcd_eagle3", "dcd_hybrid", "dcd_deferred")
+ORDER = ("ar", "expert_sd", "cd", "scd", "cos", "dcd_ngram", "dcd_lm", "cross_alpha", "dual")
+ORDER += ("dcd_eagle3", "dcd_hybrid", "dcd_deferred")
 ANY = "any"
 SECONDS = ("draft_s", "expert_s", "amateur_s", "rest_s")
 _RUN = re.compile(r"alpha=(\S+) repeat=(\d+)")
@@ -34,14 +35,17 @@ def alphas_of(rows: pd.DataFrame) -> pd.Series:
     return found
 
 
-def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> list[dict]:
+def summarise_rounds(
+    rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0, gamma: int | None = None
+) -> list[dict]:
     """One JSON-able entry per alpha and method, with 95% intervals over prompts; methods without an alpha come first.
 
     `speedup` is tokens/s over `cd` at the same alpha on the same prompts (over `cd` of all alphas pooled for methods
     without an alpha), and absent when there is no such `cd` run; where passes of the amateur are saved, `over_unsaved`
-    is the same over the method that saves none (`unsaved`), if it was measured. Times are in milliseconds: `draft_step_ms` per drafted
-    token, the others per expert pass. Where the amateur judges whole blocks (`blocks`), accepted length and tokens per
-    round count expert passes, after what the amateur took back (`flips` blocks); drafts by position are not kept.
+    is the same over the method that saves none (`unsaved`), if it was measured. Times are in milliseconds:
+    `draft_step_ms` per drafted token, the others per expert pass. Where the amateur judges whole blocks (`blocks`),
+    accepted length and tokens per round count expert passes, after what the amateur took back (`flips` blocks); drafts
+    by position are not kept. `gamma` is the depth of drafts whose label names none.
     """
     rows = rows.assign(alpha=alphas_of(rows), seconds=rows[list(SECONDS)].sum(axis=1))
     baseline = rows[rows["method"] == BASELINE]
@@ -49,7 +53,7 @@ def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int =
     groups = dict(list(rows.groupby(["alpha", "method"])))
     for alpha, method in sorted(groups, key=_place):
         part = groups[alpha, method]
-        entry = {"alpha": alpha, "method": method} | _counts(part, resamples, seed)
+        entry = {"alpha": alpha, "method": method} | _counts(part, resamples, seed, _depth(method, part, gamma))
         against = baseline if alpha == ANY else baseline[baseline["alpha"] == alpha]
         if len(against):
             arms = _same_prompts(part, against)
@@ -63,9 +67,17 @@ def summarise_rounds(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int =
 
 
 def _place(key: tuple[str, str]) -> tuple:
-    alpha, method = key
+    """Alphas ascending; a method's forms after the method itself, small drafts first."""
+    alpha, label = key
+    method, forms = split_label(label)
     known = ORDER.index(method) if method in ORDER else len(ORDER)
-    return (-1.0 if alpha == ANY else float(alpha), known, method)
+    return (-1.0 if alpha == ANY else float(alpha), known, method, len(forms) > 0, shape_of(label, 0), label)
+
+
+def _depth(label: str, part: pd.DataFrame, gamma: int | None) -> int:
+    """Most drafts that one path can have: a tree proposes more tokens than it is deep."""
+    most = int(part["drafted"].max())
+    return min(most, shape_of(label, most if gamma is None else gamma)[0])
 
 
 def _same_prompts(*arms: pd.DataFrame) -> list[tuple[list, list, list]]:
@@ -78,7 +90,7 @@ def _same_prompts(*arms: pd.DataFrame) -> list[tuple[list, list, list]]:
     return found
 
 
-def _counts(part: pd.DataFrame, resamples: int, seed: int) -> dict:
+def _counts(part: pd.DataFrame, resamples: int, seed: int, depth: int) -> dict:
     options = {"resamples": resamples, "seed": seed}
     prompts, rounds, drafted = part["prompt_id"], len(part), int(part["drafted"].sum())
     passes, blocks = part["expert_passes"], bool((part["expert_passes"] > 1).any())
@@ -102,15 +114,17 @@ def _counts(part: pd.DataFrame, resamples: int, seed: int) -> dict:
         "tokens_per_round": emitted.as_dict(),
         "acceptance_by_position": []
         if blocks
-        else [interval.as_dict() for interval in acceptance_by_position(part, resamples, seed)],
+        else [interval.as_dict() for interval in acceptance_by_position(part, resamples, seed, depth)],
         "draft_step_ms": 1000 * part["draft_s"].sum() / drafted if drafted and not blocks else 0.0,
     } | {f"{name}_ms": 1000 * part[f"{name}_s"].sum() / passes.sum() for name in ("draft", "expert", "amateur", "rest")}
 
 
-def acceptance_by_position(part: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> list[Interval]:
+def acceptance_by_position(
+    part: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0, depth: int | None = None
+) -> list[Interval]:
     """Share of drafts accepted at draft position 1, 2, ..., among rounds whose earlier drafts were all accepted."""
     found = []
-    for position in range(1, int(part["drafted"].max()) + 1):
+    for position in range(1, (int(part["drafted"].max()) if depth is None else depth) + 1):
         reached = part[(part["drafted"] >= position) & (part["accepted"] >= position - 1)]
         if reached.empty:
             break

@@ -107,3 +107,18 @@ def test_blocks_count_expert_passes_and_what_the_amateur_took_back():
     assert found["tokens_per_round"]["estimate"] == pytest.approx(9 / 5)
     assert found["accepted_length"]["estimate"] == pytest.approx(4 / 5)
     assert found["acceptance_by_position"] == [] and found["draft_step_ms"] == 0.0
+
+
+def test_a_tree_has_no_more_draft_positions_than_it_is_deep():
+    """Ten tokens are drafted on paths of at most two: a third position does not exist, and is no position refused."""
+    rows = ((0.5, "dcd_eagle3@2x4:10", "a", 10, 2, 3, 0.1), (0.5, "dcd_eagle3@2x4:10", "b", 10, 0, 1, 0.1))
+    (found,) = summarise_rounds(table(*rows), resamples=10, gamma=5)
+    assert [point["estimate"] for point in found["acceptance_by_position"]] == [0.5, 1.0]
+    (plain,) = summarise_rounds(table((0.5, "dcd_eagle3", "a", 10, 1, 2, 0.1)), resamples=10, gamma=1)
+    assert [point["estimate"] for point in plain["acceptance_by_position"]] == [1.0]
+
+
+def test_a_method_s_forms_stand_after_it_small_drafts_first():
+    labels = ["dcd_hybrid", "dcd_eagle3@5x4:20", "dcd_eagle3@5x4:6", "dcd_eagle3", "cd", "dcd_eagle3@5x4:10"]
+    found = [one["method"] for one in summarise_rounds(table(*((0.5, x, "a", 1, 1, 2, 0.1) for x in labels)), 10)]
+    assert found == ["cd", *(f"dcd_eagle3{form}" for form in ("", "@5x4:6", "@5x4:10", "@5x4:20")), "dcd_hybrid"]

@@ -21,7 +21,7 @@ from dcd_core.methods import METHODS, assemble
 
 PROMPTS = some_prompts(5)
 SHAPES = [Shape(3, 2), Shape(4, 3, 7), Shape(2, 5, 9), Shape(5, 2, 3)]
-TREES = ["expert_sd", "dcd_ngram", "dcd_eagle3", "dcd_hybrid"]
+TREES = ["expert_sd", "dcd_ngram", "dcd_eagle3", "dcd_hybrid", "cross_alpha", "dual"]
 
 
 def tree_settings(shape: Shape, temperature: float = 0.0, **fields) -> Settings:
@@ -232,7 +232,7 @@ def test_a_broken_head_is_refused(pairs, rule):
     pair = pairs["smol"][0]
     head = tiny_head(pair)
     head.fc.weight.data[0, 0] = float("nan")
-    with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p0' .method dcd_eagle3."):
+    with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p.' .method dcd_eagle3."):
         decode(assemble("dcd_eagle3", pair, head), PROMPTS, tree_settings(SHAPES[0], 1.0, rule=rule), max_batch=2)
 
 
