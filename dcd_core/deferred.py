@@ -67,6 +67,9 @@ class Block:
         width = max(lengths)
         padded = [(row[:length] + [0] * width)[:width] for row, length in zip(places, lengths, strict=True)]
         parts = [None if column[0] is None else torch.cat(column, dim=1) for column in zip(*self.chunks, strict=True)]
+        if all(row == list(range(width)) for row in padded):  # they stand in order, as those of a single row do
+            tokens, *others = (None if part is None else part[:, :width] for part in parts)
+            return tokens, *others
         index = torch.tensor(padded, device=parts[0].device)
         rows = torch.arange(len(lengths), device=index.device)[:, None]
         tokens, *others = (None if part is None else part[rows, index] for part in parts)

@@ -175,8 +175,7 @@ def _walk_points(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise:
     row = target[batch, last[:, 0].clamp_max(target.shape[1] - 1)].exp()
     # ids that were refused at the end of the path leave the row
     refused = draft.valid & (draft.parents + 1 == last)
-    left = row.scatter_reduce(1, draft.tokens, row.gather(1, draft.tokens).masked_fill(refused, 0.0), "amin")
-    final = _draw(accepted, _residual(left, refused.any(1), row), noise)
+    final = _draw(accepted, _emptied(row, draft.tokens, refused), noise)
     if target.shape[1] == draft.nodes:
         final = torch.where(last[:, 0] == draft.nodes, -1, final)
     return _verdict(draft, accepted, path, final)
@@ -197,11 +196,11 @@ def _walk_chain(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: 
     remaining = row
     if nodes:
         place = batch, accepted.clamp_max(nodes - 1)
+        refused = (accepted < nodes) & draft.valid[place]
         if draft.probs is None:
-            left = row.scatter(1, draft.tokens[place][:, None], 0.0)
+            remaining = _emptied(row, draft.tokens[place][:, None], refused[:, None])
         else:
-            left = draft.subtracted(row, draft.probs[place]).clamp_min_(0)
-        remaining = _residual(left, (accepted < nodes) & draft.valid[place], row)
+            remaining = _residual(draft.subtracted(row, draft.probs[place]).clamp_min_(0), refused, row)
     final = _draw(accepted, remaining, noise)
     if target.shape[1] == nodes:
         final = torch.where(accepted == nodes, -1, final)
@@ -252,6 +251,17 @@ def _residual(
     """What the last token is drawn from: what a refusal leaves of the row, and the row itself where nothing was refused
     or rounding leaves nothing (target and proposal agree, and a refusal has probability 0)."""
     return torch.where((refused & (left.sum(-1) > 0))[:, None], left, row)
+
+
+def _emptied(
+    row: Float[Tensor, "batch vocab"], tokens: Int[Tensor, "batch nodes"], refused: Bool[Tensor, "batch nodes"]
+) -> Float[Tensor, "batch vocab"]:
+    """:func:`_residual` of point masses: the row without the tokens that were refused. Only these entries are touched,
+    as a pass over the vocabulary costs more than all of them."""
+    before = row.gather(1, tokens)
+    left = row.scatter_reduce(1, tokens, before.masked_fill(refused, 0.0), "amin")
+    something = left.sum(-1, keepdim=True) > 0
+    return left.scatter_reduce_(1, tokens, before.masked_fill(something, 0.0), "amax")
 
 
 def _draw(

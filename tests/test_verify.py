@@ -279,3 +279,13 @@ def test_laws_on_a_drafter_s_own_ids_are_those_on_the_whole_vocabulary(linear):
     short, long = (verify(target, draft, coins) for draft in drafts)
     assert torch.equal(short.tokens, long.tokens) and torch.equal(short.path, long.path)
     assert 0 < int(short.accepted.sum()) < batch * nodes
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_nothing_left_of_refused_point_masses_is_drawn_from_the_target(linear):
+    """A coin of exactly 1 refuses even a token of probability 1: there is nothing else to write."""
+    target = torch.tensor([[[0.0, -torch.inf, -torch.inf]] * 2], dtype=torch.float64)
+    draft = Draft(torch.tensor([[0]]), torch.tensor([[-1]]), torch.tensor([[True]]), linear=linear)
+    coins = Uniforms(torch.ones(1, 2, 1).double(), torch.full((1, 2), 0.5).double())
+    verdict = verify(target, draft, coins)
+    assert verdict.accepted.tolist() == [0] and verdict.tokens.tolist() == [[0, -1]]
