@@ -11,16 +11,21 @@ Four parts, each line of which passes or fails:
     temperature 1 under shared noise (left out when no pair is given);
   * negative controls: the same loop with one fault injected, which the G test must catch.
 Prints a table and writes index.html (one self-contained page) and certificate.json, and metrics.json if all is well.
-The exit code is 1 if any line fails. A stopped run goes on where it was; --quick takes smaller samples and vocabularies
-and about a minute.
+The exit code is 1 if any line fails. A stopped run goes on where it was; --jobs N makes the lines in N processes;
+--quick takes smaller samples and vocabularies and about a minute.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
 
 import functools
-from collections.abc import Callable
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import torch
 
 from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run
@@ -63,6 +68,7 @@ class Config:
     seed: int = field(default=0, metadata={"help": "seed of the tiny models and of every sample"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda, for the real pair"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
+    jobs: int = field(default=1, metadata={"help": "processes that make the lines, each with models of its own"})
     quick: bool = field(default=False, metadata={"help": "smaller samples and vocabularies: a look, not a proof"})
     overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
@@ -74,7 +80,7 @@ class Config:
             raise ValueError(f"for a real pair give {' and '.join(missing)} too")
         if not self.alphas or min(self.alphas) < 0:
             raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
-        refuse_below(self, limit=0, max_new_tokens=1, batch=1, gamma=1, seed=0)
+        refuse_below(self, limit=0, max_new_tokens=1, batch=1, gamma=1, seed=0, jobs=1)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,7 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     folder = save_run(config.output, config, argv, config.overwrite)
     for old in ("certificate.json", "index.html"):  # of an earlier run, which may have gone better
         (folder / old).unlink(missing_ok=True)
-    lines = made(planned_tasks(config, real, parts), parts)
+    tasks = planned_tasks(config, real, parts)
+    with helpers(config):
+        lines = made(tasks, parts)
     write_json_atomic(folder / "certificate.json", {"summary": summary(lines), "lines": lines})
     write_text_atomic(folder / "index.html", render(lines, folder, described(config), git_sha()))
     print_lines(lines)
@@ -144,8 +152,43 @@ def key(part: str, name: str) -> str:
     return f"{part}-{content_hash(name)[:16]}"
 
 
+@contextmanager
+def helpers(config: Config) -> Iterator[None]:
+    """Further processes that make lines while this one does: it takes them from the front, they from the back."""
+    share_cores(config.jobs)
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    workers = [context.Process(target=help_out, args=(config, place), daemon=True) for place in range(1, config.jobs)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def help_out(config: Config, place: int) -> None:
+    """What a further process does: every (jobs - 1)-th line from the back that nobody has made yet. A line that fails
+    is left to the first process, which makes it again and says so."""
+    share_cores(config.jobs)
+    parts = Parts(config.output, result_settings(config))
+    tasks = planned_tasks(config, load_real(config), parts)
+    for name, make in tasks[::-1][place - 1 :: max(config.jobs - 1, 1)]:
+        if parts.get(name) is None:
+            found = asdict(make())
+            if found["passed"] is not False:
+                parts.put(name, found)
+
+
+def share_cores(jobs: int) -> None:
+    """As many threads for each of ``jobs`` processes as there are cores for it."""
+    if jobs > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+
+
 def made(tasks: list[Task], parts: Parts) -> list[Line]:
-    """All lines; those made before a stop are taken as they are."""
+    """All lines; those made before a stop, or by another process, are taken as they are."""
     lines = []
     with Bar(len(tasks), "certificate", unit="lines") as bar:
         for name, make in tasks:
@@ -161,7 +204,8 @@ def made(tasks: list[Task], parts: Parts) -> list[Line]:
 
 def result_settings(config: Config) -> dict:
     """What decides a line: settings, inputs, the code that is certified. A stopped run goes on only under these."""
-    kept = {name: value for name, value in asdict(config).items() if name not in ("output", "overwrite", "device")}
+    left_out = ("output", "overwrite", "device", "jobs")
+    kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     root = Path(__file__).resolve().parent.parent
     sources = [path for room in ("dcd_core", "diagnostics") for path in sorted((root / room).rglob("*.py"))]
     code = content_hash([[path.relative_to(root).as_posix(), file_hash(path)] for path in sources])

@@ -1,6 +1,7 @@
 """The certificate passes on the shipped code, fails when any line does, and its page holds every line."""
 
 import dataclasses
+import functools
 import html
 import json
 import subprocess
@@ -40,9 +41,10 @@ def read(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """The quick certificate as a user runs it (and without the type checks of tests, which would double its time)."""
+    """The quick certificate as a user runs it, in two processes (and without the type checks of tests, which would
+    double its time)."""
     folder = tmp_path_factory.mktemp("certificate")
-    command = [sys.executable, entry.__file__, "--quick", f"--output={folder}"]
+    command = [sys.executable, entry.__file__, "--quick", "--jobs=2", f"--output={folder}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Certified lossless" in done.stdout and "no pair given" in done.stdout
@@ -154,6 +156,21 @@ def test_a_stopped_certificate_goes_on(tmp_path, monkeypatch):
         entry.main([*flags, "--seed=1"])
     assert entry.main(flags) == 0
     assert calls == ["case", "control", "control", "control"]
+
+
+def test_further_processes_make_lines_from_the_back(tmp_path, monkeypatch):
+    small(monkeypatch)
+    monkeypatch.setattr(entry, "formula", lambda quick: Line("exact", "made up", {"error": 0.5}, False))
+    monkeypatch.setattr(entry, "share_cores", lambda jobs: None)
+    output, calls = tmp_path / "out", []
+    config = entry.Config(output=str(output), quick=True, jobs=3)
+    for place in (1, 2):
+        entry.help_out(config, place)
+    parts = entry.Parts(output, entry.result_settings(config))
+    tasks = entry.planned_tasks(config, None, parts)
+    assert [name for name, _ in tasks if parts.get(name) is None] == ["exact-formula"], "a failing line is left"
+    lines = entry.made([(name, functools.partial(calls.append, name)) for name, _ in tasks[1:]], parts)
+    assert len(lines) == len(tasks) - 1 and not calls, "what another process made is taken as it is"
 
 
 # ---- the real pair ---------------------------------------------------------------------------------------------------
