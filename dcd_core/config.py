@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 import math
+import os
 import platform
 import re
 import shlex
@@ -92,6 +93,9 @@ def run_entry(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on from what is finished", file=sys.stderr, flush=True)
         return 130
+    except BrokenPipeError:  # whoever reads the output has seen enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's own flush complains
+        return 141
 
 
 def is_free(folder: str | Path) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,6 +30,9 @@ LOG_FLOOR = 60.0
 """A negatively weighted model is floored at this many nats below its own maximum over the allowed ids. The floor is
 part of the target (vanilla CD and the verifier share it): without it one id that the amateur excludes would get an
 infinite score. With a cutoff it reads nothing outside the plausible set, and so neither does the target."""
+
+LARGEST = 1e6
+"""Of strengths and temperatures: scores of single precision hold no more."""
 
 _CANCELLED = 1e-9
 """A sum of weights below this is 0 but for rounding."""
@@ -173,8 +177,10 @@ class Target:
 
 def _refuse_negative(**values: float) -> None:
     for name, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise UserError(f"{name} must be a finite number >= 0, got {value}")
+        if not isinstance(value, Real) or not (math.isfinite(value) and value >= 0):
+            raise UserError(f"{name} must be a finite number >= 0, got {value!r}")
+        if value > LARGEST:
+            raise UserError(f"{name} must be at most {LARGEST:g}, got {value:g}")
 
 
 # ---- rows of logits in, rows of the target out -----------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dcd_core.errors import UserError
 from dcd_core.flip_risk import Deferral
 from dcd_core.models import LanguageModel
 
+MOST_NODES = 1024
 SAVINGS = ("none", "lazy", "deferred")
 
 
@@ -72,6 +73,11 @@ class Settings:
             raise UserError(f"branch must be at least 1, got {self.branch}")
         if self.nodes < 0:
             raise UserError(f"nodes must be 0 (depth times branch) or more, got {self.nodes}")
+        if max(self.shape.budget, self.branch) > MOST_NODES:
+            raise UserError(
+                f"a draft of {self.gamma} levels, {self.branch} children a token and {self.shape.budget} tokens in all "
+                f"is larger than any that pays; at most {MOST_NODES} tokens and children"
+            )
         if not 0 <= self.stop_below < 1:
             raise UserError(f"stop_below is a probability in [0, 1), got {self.stop_below}")
         if self.draft_alpha is not None and not (math.isfinite(self.draft_alpha) and self.draft_alpha >= 0):

@@ -110,7 +110,9 @@ class Config(LoopFlags):
         for method in self.methods:
             heads = {"head": bool(self.head), "amateur_head": bool(self.amateur_head)}
             refuse_missing(method, amateur=others, lm=bool(self.lm), **heads)
-        if self.compare and (self.batch > 1 or self.compare == self.method):
+        if self.compare == self.method:
+            raise ValueError(f"--compare sets --method beside another; both say {self.method}")
+        if self.compare and self.batch > 1:
             raise ValueError("--compare sets two methods side by side, one prompt at a time; leave --batch out")
         make_settings(**self.options)
 
@@ -135,7 +137,7 @@ class Config(LoopFlags):
     def interactive(self) -> bool:
         """Prompts are typed, and each is answered before the next."""
         given = self.prompt is not None or self.prompts or self.whole or self.compare or self.batch > 1
-        return not given and sys.stdin.isatty()
+        return not given and sys.stdin is not None and sys.stdin.isatty()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,6 +162,7 @@ def main(argv: list[str] | None = None) -> int:
                 answer_one(decoder, prompt, config, tallies[config.method], titled=titled)
     except KeyboardInterrupt:
         print(flush=True)
+        say("interrupted; what was written until then:")
         report(tallies, config)
         return 130
     report(tallies, config)
@@ -223,6 +226,8 @@ def asked_prompts(config: Config) -> Iterator[Prompt]:
 
 def standard_input(config: Config) -> Iterator[str]:
     """One text a line, empty lines left out, or all of it as one text."""
+    if sys.stdin is None:  # closed
+        return
     if config.interactive:
         print("type a prompt and press return; ctrl-D ends", file=sys.stderr, flush=True)
     try:
@@ -246,12 +251,15 @@ def answer_one(
     streamed = not config.json and method == config.method
     if streamed and titled:
         print(f"== {prompt.id}", flush=True)
-    for piece in answer:
-        if streamed:
-            print(piece, end="", flush=True)
+    try:
+        for piece in answer:
+            if streamed:
+                print(piece, end="", flush=True)
+    finally:  # an answer that is interrupted counts as far as it came
+        if answer.generation.ids:
+            tally.add(answer.generation, answer.seconds)
     if streamed:
         print(flush=True)
-    tally.add(answer.generation, answer.seconds)
     whole = decoder.answer(answer.generation)
     if config.json:
         print_json(whole, method)

@@ -74,7 +74,7 @@ class Method:
         return self.head_kind == "dual_input"
 
 
-def _nobody(parts: Parts) -> Drafter:
+def nobody(parts: Parts) -> Drafter:
     return Drafter()
 
 
@@ -111,8 +111,8 @@ def _lm(parts: Parts) -> Drafter:
 
 
 METHODS = {
-    "ar": Method("the expert alone, one token a pass", False, _nobody),
-    "cd": Method("vanilla contrastive decoding, both models cached", True, _nobody),
+    "ar": Method("the expert alone, one token a pass", False, nobody),
+    "cd": Method("vanilla contrastive decoding, both models cached", True, nobody),
     "expert_sd": Method("the expert alone, EAGLE3 drafts", False, _eagle3, needs_head=True),
     "scd": Method("the amateur drafts, delayed drafting", True, _amateur, amateur_drafts=True),
     "cos": Method("alternating proposals of amateur and expert", True, _cos, amateur_drafts=True),

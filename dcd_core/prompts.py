@@ -57,6 +57,7 @@ def prompt_ids(
         UserError: nothing in it, no chat template, a template that refuses it, or a raw conversation.
     """
     text = content if isinstance(content, str) else _last_text(content, where)
+    _refuse_no_text([content] if isinstance(content, str) else [message["content"] for message in content], where)
     if not text.strip():
         raise UserError(f"{where} is empty; give at least one word")
     if raw:
@@ -75,6 +76,15 @@ def prompt_ids(
         raise UserError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {problem}") from None
 
 
+def _refuse_no_text(texts: list[str], where: str) -> None:
+    """Refuse what only looks like text: bytes that are no UTF-8 reach Python as lone surrogates."""
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as problem:
+            raise UserError(f"{where} is no valid text ({problem.reason} at {problem.start}); give UTF-8") from None
+
+
 def _last_text(messages: Messages, where: str) -> str:
     if not messages:
         return ""
@@ -86,7 +96,7 @@ def _last_text(messages: Messages, where: str) -> str:
 
 def _lines(path: str) -> list[tuple[int, str]]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
         raise UserError(f"cannot read the prompts in {path}: {getattr(problem, 'strerror', None) or problem}") from None
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]

@@ -14,6 +14,8 @@ class Tally:
     The prefill, and the one token of each answer that comes out of it, belong to no round: speeds leave both out.
 
     Attributes:
+        rounds: passes of the expert, of which deferred judging has several a round.
+        accepted: drafts that passed; of a block of such passes, what it wrote beyond a token a pass.
         seconds: wall clock of everything counted, prefill included.
         prefill_s: seconds of the prefill.
     """
@@ -29,8 +31,12 @@ class Tally:
         """Count one answer. ``seconds``: its own; rows of one batch share theirs, add them up yourself."""
         self.answers += 1
         self.tokens += len(generation.ids)
-        self.rounds += len(generation.rounds)
-        self.accepted += sum(entry.accepted for entry in generation.rounds)
+        passes = sum(entry.expert_passes for entry in generation.rounds)
+        blocks = passes > len(generation.rounds)
+        self.rounds += passes
+        self.accepted += sum(
+            entry.emitted - entry.expert_passes if blocks else entry.accepted for entry in generation.rounds
+        )
         self.prefill_s += generation.prefill_s
         self.seconds += seconds
 
@@ -42,7 +48,7 @@ class Tally:
 
     @property
     def accepted_length(self) -> float | None:
-        """Accepted drafts per round, the extra token not counted [DCD, L]."""
+        """Accepted drafts per pass of the expert, the extra token not counted [DCD, L]."""
         return self.accepted / self.rounds if self.rounds else None
 
     @property

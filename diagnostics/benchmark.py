@@ -29,7 +29,7 @@ from dcd_core.methods import METHODS, assemble
 from dcd_core.models import load_scorer
 from dcd_core.prompts import read_prompts
 from diagnostics.agreement import TIE
-from diagnostics.contest import Contest, Entry, agreement_counts, arms, round_columns, run_contest
+from diagnostics.contest import Contest, Entry, agreement_counts, arms, refuse_lazy, round_columns, run_contest
 from diagnostics.latency import time_passes
 from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts
@@ -61,6 +61,9 @@ class Config(LoopFlags):
     )
     alphas: list[float] = field(default_factory=lambda: [0.1, 0.5], metadata={"help": "contrast strengths"})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy"})
+    cutoff: float = field(
+        default=0.0, metadata={"help": "keep ids of at least this part of the expert's best; saving lazy needs one"}
+    )
     rule: str = field(default="auto", metadata={"help": "auto, sampled, deterministic or shared_noise"})
     max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
     limit: int = field(default=0, metadata={"help": "use the first so many prompts (0: all)"})
@@ -80,7 +83,8 @@ class Config(LoopFlags):
             if not items or len(set(items)) < len(items):
                 raise ValueError(f"{name} must name at least one, and none twice; got {items}")
         refuse_below(self, **LEAST)
-        _ = Settings(**self.loop), self.entries  # refused here if a value, a method or a form is none
+        _ = Settings(**self.loop)  # refused here if a value, a method or a form is none
+        refuse_lazy(self.entries, self.saving, self.cutoff)
         if min(self.alphas) < 0:
             raise ValueError(f"--alphas must be 0 or more, got {self.alphas}")
 
@@ -129,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         **config.loop,
     )
     lineup = arms(config.entries, config.alphas)
-    contest = Contest(methods, lineup, pair, settings, config.temperature, config.repeats, config.judged)
+    contest = Contest(methods, lineup, pair, settings, config.temperature, config.repeats, config.judged, config.cutoff)
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
     latency = parts.get("latency")

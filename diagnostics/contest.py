@@ -9,7 +9,7 @@ from dcd_core.contrast import Target
 from dcd_core.decode import Assembled, Prompt, Settings, decode
 from dcd_core.decode_types import SAVINGS
 from dcd_core.files import content_hash
-from dcd_core.methods import METHODS
+from dcd_core.methods import METHODS, nobody
 from dcd_core.models import Pair
 from dcd_core.progress import progress
 from diagnostics.agreement import compare
@@ -40,13 +40,24 @@ class Entry:
         method, forms = split_label(label)
         if method not in METHODS:
             raise ValueError(f"method '{method}' is unknown; choose from {', '.join(METHODS)}")
+        if label.endswith(("@", "+")):
+            raise ValueError(f"'{label}' names no form after its last sign; write {method} alone, or a form")
         changes: dict = {}
         for form in forms:
-            changes |= _form(form, label)
+            new = _form(form, label)
+            if doubled := sorted(set(new) & set(changes)):
+                raise ValueError(f"'{label}' sets {doubled[0]} twice")
+            changes |= new
+        if "gamma" in changes and METHODS[method].drafter is nobody:
+            raise ValueError(f"'{label}': {method} drafts nothing, so it has no shape of drafts")
+        if "saving" in changes and not METHODS[method].contrast:
+            raise ValueError(f"'{label}': {method} never asks the amateur, so it has no pass to save")
         Settings(**changes)  # refuses values outside their range
         return cls(label, method, changes)
 
 
+WITHOUT_LM = tuple(name for name, method in METHODS.items() if not method.needs_lm)
+"""Methods of scripts that load no language model beside the pair."""
 _NUMBERS = {item.name: item.type for item in fields(Settings) if item.type in ("int", "float")}
 
 
@@ -68,6 +79,29 @@ def _form(form: str, label: str) -> dict:
     )
 
 
+def refuse_lazy(entries: list[Entry], saving: str, cutoff: float) -> None:
+    """Refuse lazy judging without a cutoff, and a cutoff that is none.
+
+    Raises:
+        ValueError: in words for the command line.
+    """
+    _ = Target(cutoff=cutoff)
+    for entry in entries:
+        if entry.changes.get("saving", saving) == "lazy" and cutoff == 0:
+            raise ValueError(f"'{entry.label}' with saving lazy needs --cutoff above 0: without one nothing is saved")
+
+
+def refuse_lm(entries: list[Entry]) -> None:
+    """Refuse a method that drafts with a language model of its own, for scripts that load none.
+
+    Raises:
+        ValueError: in words for the command line.
+    """
+    for entry in entries:
+        if METHODS[entry.method].needs_lm:
+            raise ValueError(f"'{entry.label}' drafts with a language model; diagnostics/benchmark.py has --lm for one")
+
+
 @dataclass(frozen=True)
 class Arm:
     """One entry at one contrast strength (None where the method never looks at the contrast)."""
@@ -75,8 +109,8 @@ class Arm:
     entry: Entry
     alpha: float | None
 
-    def target(self, temperature: float) -> Target:
-        return Target(alpha=self.alpha or 0.0, temperature=temperature)
+    def target(self, temperature: float, cutoff: float = 0.0) -> Target:
+        return Target(alpha=self.alpha or 0.0, temperature=temperature, cutoff=cutoff)
 
 
 def arms(entries: list[Entry], alphas: list[float]) -> list[Arm]:
@@ -101,10 +135,11 @@ class Contest:
     temperature: float
     repeats: int
     judged: bool
+    cutoff: float = 0.0
 
     def answer(self, arm: Arm, prompt: Prompt, repeat: int = 0) -> dict:
         """One answer as a JSON-able dict: method, alpha, run, ids, rounds, seconds of prefill."""
-        settings = replace(self.settings, target=arm.target(self.temperature), **arm.entry.changes)
+        settings = replace(self.settings, target=arm.target(self.temperature, self.cutoff), **arm.entry.changes)
         (made,) = decode(self.methods[arm.entry.method], [replace(prompt, sample=repeat)], settings)
         return {
             "method": arm.entry.label,
@@ -132,7 +167,7 @@ class Contest:
         expected = next((o for o in others if o["method"] == reference and o["run"] == made["run"]), None)
         if expected is None or expected is made:
             return made
-        target = Target(alpha=made["alpha"] or 0.0, temperature=self.temperature)
+        target = Target(alpha=made["alpha"] or 0.0, temperature=self.temperature, cutoff=self.cutoff)
         models = [self.pair.expert] if made["alpha"] is None else [self.pair.expert, self.pair.amateur]
         seed = None if self.temperature == 0 else self.settings.seed
         keyed = replace(prompt, sample=made["sample"])

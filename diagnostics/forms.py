@@ -2,7 +2,7 @@
 
 import re
 
-_SHAPE = re.compile(r"(\d+)(?:x(\d+):(\d+))?")
+_SHAPE = re.compile(r"([1-9]\d*)(?:x([1-9]\d*):(\d+))?")
 
 
 def split_label(label: str) -> tuple[str, list[str]]:

@@ -29,7 +29,7 @@ from dcd_core.methods import METHODS, assemble
 from dcd_core.models import LanguageModel
 from dcd_core.progress import progress
 from dcd_core.prompts import read_prompts
-from diagnostics.contest import Entry
+from diagnostics.contest import WITHOUT_LM, Entry, refuse_lazy, refuse_lm
 
 ALLOWED = 0.05  # share of a round that may pass outside model passes
 
@@ -46,9 +46,12 @@ class Config(LoopFlags):
     amateur_head: str = field(default="", metadata={"help": "second EAGLE3 head, which imitates the amateur (dual)"})
     methods: list[str] = field(
         default_factory=lambda: [name for name, method in METHODS.items() if method.usual],
-        metadata={"help": f"any of {', '.join(METHODS)}, also in forms such as dcd_eagle3@5x4:10"},
+        metadata={"help": f"any of {', '.join(WITHOUT_LM)}, also in forms such as dcd_eagle3@5x4:10"},
     )
     alpha: float = field(default=0.1, metadata={"help": "contrast strength"})
+    cutoff: float = field(
+        default=0.0, metadata={"help": "keep ids of at least this part of the expert's best; saving lazy needs one"}
+    )
     limit: int = field(default=3, metadata={"help": "use the first so many prompts (0: all)"})
     max_new_tokens: int = field(default=32, metadata={"help": "tokens of each answer"})
     dtype: str = field(default="bfloat16", metadata={"help": "float32 or bfloat16"})
@@ -62,7 +65,10 @@ class Config(LoopFlags):
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise ValueError(f"--methods must name at least one, and none twice; got {self.methods}")
         refuse_below(self, limit=0, max_new_tokens=3, seed=0)
-        _ = Settings(**self.loop), [Entry.parse(label) for label in self.methods]  # refused here if out of range
+        _ = Settings(**self.loop)  # refused here if out of range
+        entries = [Entry.parse(label) for label in self.methods]
+        refuse_lazy(entries, self.saving, self.cutoff)
+        refuse_lm(entries)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,15 +79,16 @@ def main(argv: list[str] | None = None) -> int:
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}
+    methods = {label: assemble(Entry.parse(label).method, pair, **heads) for label in config.methods}
     folder = save_run(config.output, config, argv, config.overwrite)
     totals: dict[tuple[str, float], dict[str, float]] = {}
     arms = [(label, temperature) for label in config.methods for temperature in (0.0, 1.0)]
     for index, prompt in enumerate(progress(prompts, len(prompts), "overhead", "prompts")):
         for label, temperature in arms:
             entry = Entry.parse(label)
-            target = Target(alpha=config.alpha, temperature=temperature)
+            target = Target(alpha=config.alpha, temperature=temperature, cutoff=config.cutoff)
             settings = Settings(target, config.max_new_tokens, stops, seed=config.seed, timing=True, **config.loop)
-            method, settings = assemble(entry.method, pair, **heads), replace(settings, **entry.changes)
+            method, settings = methods[label], replace(settings, **entry.changes)
             if index == 0:
                 time_rounds(method, prompt, replace(settings, max_new_tokens=4))  # warm-up
             found = time_rounds(method, prompt, settings)

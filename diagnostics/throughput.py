@@ -22,10 +22,10 @@ from dcd_core.contrast import Target
 from dcd_core.decode import Assembled, Prompt, Settings, decode
 from dcd_core.flags import LoopFlags
 from dcd_core.loading import head_for, load_models
-from dcd_core.methods import METHODS, assemble
+from dcd_core.methods import assemble
 from dcd_core.progress import Bar
 from dcd_core.prompts import read_prompts
-from diagnostics.contest import Entry
+from diagnostics.contest import WITHOUT_LM, Entry, refuse_lazy, refuse_lm
 from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts
 
@@ -44,11 +44,14 @@ class Config(LoopFlags):
     amateur_head: str = field(default="", metadata={"help": "second EAGLE3 head, which imitates the amateur (dual)"})
     methods: list[str] = field(
         default_factory=lambda: ["cd", "dcd_ngram", "dcd_eagle3", "dcd_deferred"],
-        metadata={"help": f"any of {', '.join(METHODS)}, also in forms such as dcd_eagle3@5x4:10"},
+        metadata={"help": f"any of {', '.join(WITHOUT_LM)}, also in forms such as dcd_eagle3@5x4:10"},
     )
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16], metadata={"help": "rows at a time"})
     alpha: float = field(default=0.1, metadata={"help": "contrast strength"})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy"})
+    cutoff: float = field(
+        default=0.0, metadata={"help": "keep ids of at least this part of the expert's best; saving lazy needs one"}
+    )
     limit: int = field(default=32, metadata={"help": "use the first so many prompts (0: all)"})
     max_new_tokens: int = field(default=48, metadata={"help": "tokens of each answer"})
     repeats: int = field(default=2, metadata={"help": "times that everything is answered"})
@@ -66,11 +69,14 @@ class Config(LoopFlags):
         if min(self.batches) < 1:
             raise ValueError(f"--batches must be 1 or more, got {self.batches}")
         refuse_below(self, limit=0, max_new_tokens=2, repeats=1, seed=0)
-        _ = self.settings((), "cd"), [Entry.parse(label) for label in self.methods]  # refused here if out of range
+        _ = self.settings((), "cd")  # refused here if out of range
+        entries = [Entry.parse(label) for label in self.methods]
+        refuse_lazy(entries, self.saving, self.cutoff)
+        refuse_lm(entries)
 
     def settings(self, stops: tuple[int, ...], label: str) -> Settings:
         """How one entry decodes."""
-        target = Target(alpha=self.alpha, temperature=self.temperature)
+        target = Target(alpha=self.alpha, temperature=self.temperature, cutoff=self.cutoff)
         plain = Settings(target, self.max_new_tokens, stops, seed=self.seed, **self.loop)
         return replace(plain, **Entry.parse(label).changes)
 

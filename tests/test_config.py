@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Literal
@@ -260,3 +262,16 @@ def test_the_first_number_below_its_least_is_named():
     config.refuse_below(settings, gamma=5, limit=0)
     with pytest.raises(ValueError, match="^--seed must be at least 0, got -1$"):
         config.refuse_below(settings, gamma=1, limit=0, seed=0)
+
+
+def test_output_that_nobody_reads_any_more_ends_quietly():
+    """`script | head`: no traceback, also not of the interpreter's own last flush."""
+    code = (
+        "from dcd_core.config import run_entry\n"
+        "def main():\n    for _ in range(100000):\n        print('x' * 100)\n"
+        "raise SystemExit(run_entry(main))"
+    )
+    made = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    made.stdout.readline()
+    made.stdout.close()
+    assert made.stderr.read() == b"" and made.wait() == 141

@@ -224,6 +224,26 @@ def test_a_stopped_run_still_says_how_fast_it_was(world, capsys, typed, monkeypa
     assert "1 answer, 8 tokens" in capsys.readouterr().err
 
 
+def test_an_interrupted_answer_counts_as_far_as_it_came(world, capsys, typed, monkeypatch):
+    real = Stream._run
+
+    def stops(self):
+        yield next(real(self))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stream, "_run", stops)
+    typed(LINES[0])
+    assert entry.main(flags(world)) == 130
+    shown = capsys.readouterr().err
+    assert "interrupted" in shown and "1 answer" in shown and " 0 tokens" not in shown
+
+
+def test_a_closed_standard_input_holds_no_prompt(world, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run_entry(lambda: entry.main(flags(world))) == 2
+    assert "there is no prompt" in capsys.readouterr().err
+
+
 # ---- two methods -----------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +271,8 @@ def test_a_comparison_takes_turns_and_says_what_is_equal(world, cd, capsys, monk
     assert shown.out == "".join(f"== {prompt.id}\n{text}\n" for prompt, text in expected)
     lines = shown.err.splitlines()
     assert lines[0] == "texts: 3 of 3 equal"
-    assert lines[1].startswith("dcd_eagle3: 3 answers, 24 tokens") and lines[2].startswith("cd: 3 answers, 24 tokens")
+    assert lines[1].startswith("dcd_eagle3: 3 answers, ") and lines[2].startswith("cd: 3 answers, ")
+    assert lines[1].split(", ")[1] == lines[2].split(", ")[1], "as many tokens"
     assert lines[3].startswith("speed-up of dcd_eagle3 over cd: ") and float(lines[3].split()[-1]) > 0
 
 
@@ -331,7 +352,7 @@ def test_a_comparison_as_json_holds_both(world, capsys):
         (["--template_args={"], "--template_args is not JSON"),
         (["--prompts=nowhere.jsonl"], "--prompt and --prompts both say what to answer"),
         (["--whole"], "--whole is about the standard input"),
-        (["--compare=dcd_eagle3"], "--compare sets two methods side by side"),
+        (["--compare=dcd_eagle3"], "--compare sets --method beside another; both say dcd_eagle3"),
         (["--compare=cd", "--batch=2"], "leave --batch out"),
         (["--tokens=5"], "unrecognized arguments: --tokens=5"),
     ],

@@ -49,6 +49,9 @@ def test_values_for_the_template_reach_it():
         ([{"role": "user", "content": " "}], False, "the prompt is empty"),
         ([{"role": "user"}], False, "without role and content"),
         (QUESTION, True, "raw prompts are texts"),
+        ("caf\udce9", False, "no valid text .surrogates not allowed at 3.; give UTF-8"),
+        ("x \ud800", True, "no valid text"),
+        ([{"role": "system", "content": "\ud800"}, *QUESTION], False, "no valid text"),
     ],
 )
 def test_refusals(content, raw, message):
@@ -97,3 +100,9 @@ def test_files_that_are_refused(expert, tmp_path, records, message):
 def test_a_file_that_is_not_there(expert, tmp_path):
     with pytest.raises(UserError, match="cannot read the prompts in .*nowhere.jsonl: No such file"):
         read_prompts(str(tmp_path / "nowhere.jsonl"), expert)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(expert, tmp_path):
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": "w1"}).encode() + b"\n")
+    (found,) = read_prompts(str(tmp_path / "bom.jsonl"), expert)[0]
+    assert found.ids == prompt_ids(TOKENIZER, "w1")

@@ -31,3 +31,13 @@ def test_an_answer_of_one_token_has_no_speed():
     tally.add(answer(), seconds=0.5)
     assert tally.tokens_per_second is None
     assert str(tally) == "1 answer, 1 token, 0.50 s of prefill"
+
+
+def test_blocks_of_deferred_judging_count_passes_of_the_expert():
+    """As the benchmark counts them: one block of 3 passes that wrote 5 tokens, one of 1 pass that wrote 2."""
+    made = answer((5, 5), (1, 2))
+    made.rounds[0].expert_passes = 3
+    tally = Tally()
+    tally.add(made)
+    assert tally.rounds == 4
+    assert tally.accepted_length == pytest.approx(3 / 4) and tally.tokens_per_round == pytest.approx(7 / 4)

@@ -223,6 +223,7 @@ def test_how_strongly_a_contrast_can_move_a_score():
 @pytest.mark.parametrize(
     "make, message",
     [
+        (lambda: Target.dcd(1e40), "alpha must be at most 1e+06, got 1e+40"),
         (lambda: Target.dcd(-0.1), "alpha must be a finite number >= 0, got -0.1"),
         (lambda: Target.dcd(math.nan), "alpha must be a finite number >= 0, got nan"),
         (lambda: Target.obrien(-1.0), "beta must be a finite number >= 0, got -1.0"),
