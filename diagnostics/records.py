@@ -134,7 +134,9 @@ POSITIONS = (
     _moment("var_amateur_error", "Var(v)", low=0.0),
     _moment("cov_signal_error", "Cov(s, u)"),
     _moment("cov_errors", "Cov(u, v)"),
-    _moment("rule_left", "Var(s) - 2/alpha Cov(s, u): the dual draft is nearer to pi than e where it is the larger side"),
+    _moment(
+        "rule_left", "Var(s) - 2/alpha Cov(s, u): the dual draft is nearer to pi than e where it is the larger side"
+    ),
     _moment("rule_right", "(1 + 2/alpha) Var(u) + Var(v) - 2 (1 + 1/alpha) Cov(u, v)"),
 )
 
