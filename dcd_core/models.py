@@ -327,9 +327,12 @@ def load_pair(
     dtype: str = "float32",
     device: str = "auto",
     feature_layers: tuple[int, ...] | None = None,
+    amateur_feature_layers: tuple[int, ...] | None = None,
 ) -> Pair:
     """Load expert, amateur (optional) and tokenizer; logits of both are cut to the shared real ids.
 
+    Args:
+        feature_layers, amateur_feature_layers: taps of either; None for the EAGLE3 default where it exists.
     Raises:
         UserError: see :func:`load_model` and :func:`shared_vocabulary`.
     """
@@ -339,7 +342,7 @@ def load_pair(
         vocab = shared_vocabulary(tokenizer, load_tokenizer(amateur))
     models = [load_model(expert, dtype, device, feature_layers)]
     if amateur:
-        models.append(load_model(amateur, dtype, device))
+        models.append(load_model(amateur, dtype, device, amateur_feature_layers))
     for role, model in zip(("the expert", "the amateur"), models, strict=False):
         cut_to_vocabulary(model, vocab, role)
     return Pair(models[0], models[1] if amateur else None, tokenizer)

@@ -58,6 +58,34 @@ def positions(prompts: int = 60, length: int = 40, alphas=(0.1, 0.5), seed: int 
     return table
 
 
+def with_drafts(columns: dict[str, np.ndarray], dual: float = 0.02, direct: float = 0.0, seed: int = 1) -> dict:
+    """The same positions with dual, direct and stronger drafts and their variances; `dual` is by how much the dual
+    draft's distance from the target exceeds the expert-aligned one's, `direct` the direct one's gain."""
+    generator = np.random.default_rng(seed)
+    count, alpha = len(columns["signal"]), columns["alpha"]
+    noise = generator.normal(0, 0.02, size=(4, count))
+    found = dict(columns)
+    shifts = {"dual": dual, "exact_expert": -0.05, "direct": -direct, "stronger_plain": -0.1, "stronger": -0.09}
+    for index, (name, shift) in enumerate(shifts.items()):
+        flip = generator.random(count) < 0.03
+        found[f"{name}_tv"] = np.clip(columns["target_tv"] + shift + noise[index % 4], 0, 1)
+        found[f"{name}_kl"] = np.maximum(0, columns["target_kl"] * (1 + 2 * (shift + noise[index % 4])))
+        found[f"{name}_top1"] = np.where(flip, ~columns["target_top1"], columns["target_top1"])
+    found["dual_closer"] = found["dual_kl"] < columns["target_kl"]
+    found["stronger_error"] = columns["error_reverse"] * 0.3
+    found["amateur_error"] = generator.lognormal(0.3, 1.2, size=count)
+    found["var_signal"] = columns["signal_std"] ** 2
+    found["var_error"] = columns["error_reverse"] * generator.uniform(0.5, 1.5, size=count)
+    found["var_amateur_error"] = found["amateur_error"] * generator.uniform(0.5, 1.5, size=count)
+    found["cov_signal_error"] = 0.1 * np.sqrt(found["var_signal"] * found["var_error"])
+    found["cov_errors"] = 0.2 * np.sqrt(found["var_error"] * found["var_amateur_error"])
+    found["rule_left"] = found["var_signal"] - 2 / alpha * found["cov_signal_error"]
+    found["rule_right"] = (1 + 2 / alpha) * found["var_error"] + found["var_amateur_error"]
+    found["rule_right"] = found["rule_right"] - 2 * (1 + 1 / alpha) * found["cov_errors"]
+    assert set(found) == {c.name for c in POSITIONS}
+    return found
+
+
 def rounds(prompts: int = 20, alphas=(0.1, 0.5), repeats: int = 2, gamma: int = 5, tokens: int = 64, seed: int = 0):
     """Columns of a rounds table: two costs per pass, accepted drafts by a constant acceptance per method."""
     generator = np.random.default_rng(seed)

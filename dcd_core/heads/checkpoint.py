@@ -5,11 +5,16 @@ model.safetensors or pytorch_model.bin, with the block under ``midlayer.`` or ``
 vllm-project/speculators. The two count tapped layers differently under the same key: SafeAILab names the layer whose
 *output* is tapped, speculators the one whose *input* is; in memory (``Eagle3Config.feature_layers``) it is the input.
 
+What the public layouts have no field for (a head's kind, what it reads of an amateur, what it was trained to imitate)
+stands under a key of its own, ``dcd``, which is absent where it would say nothing. The blocks after the first, of a
+deeper head, are ``further.0.`` and so on.
+
 Reading is strict. Loaders that skip what they do not know run a head with random parts and only lose acceptance.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -21,10 +26,15 @@ from torch import Tensor
 
 from dcd_core.errors import UserError
 from dcd_core.files import atomic_path
+from dcd_core.heads.dual_input import HEADS, make_head
 from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head, check_maps
 from dcd_core.heads.rope import FORMAT_THETA, read_rope, write_rope
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+OWN_KEY = "dcd"
+OWN_FIELDS = ("kind", "amateur_hidden_size", "amateur_feature_layers", "aligned_with", "train_alpha")
+ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "dual_input": "DualInputEagle3"}
+ALIGNED = ("expert", "amateur", "contrast")
 TOLERATED = ("embed_tokens.weight",)
 """Tensors that a head may carry and that are not used: the expert's embedding is."""
 DERIVABLE = ("t2d",)
@@ -35,10 +45,14 @@ def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict:
     """config.json of the SafeAILab / SGLang layout."""
     if config.feature_layers is None:
         raise UserError("a head without feature_layers cannot be saved: its readers would tap the wrong layers")
+    plain = {item.name: item.default for item in dataclasses.fields(config)}
+    own = {name: getattr(config, name) for name in OWN_FIELDS if getattr(config, name) != plain[name]}
+    if own or config.num_hidden_layers > 1:
+        own = {"kind": config.kind, **own}
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [ARCHITECTURES[config.kind]],
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "target_hidden_size": config.target_hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -59,6 +73,7 @@ def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict:
         "norm_before_residual": False,
         "eagle_config": {AUX_KEY: [layer - 1 for layer in config.feature_layers], "use_aux_hidden_state": True},
         "torch_dtype": str(dtype).removeprefix("torch."),
+        **({OWN_KEY: own} if own else {}),
     }
 
 
@@ -81,7 +96,7 @@ def config_from_json(fields: dict, where: str = "config.json") -> Eagle3Config:
     missing = [name for name in needed if layer.get(name) is None]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}: not a complete EAGLE3 head configuration")
-    if layer.get("num_hidden_layers", 1) != 1:
+    if OWN_KEY not in fields and layer.get("num_hidden_layers", 1) != 1:
         raise UserError(f"{where}: an EAGLE3 head has one layer, this one has {layer['num_hidden_layers']}")
     aux = fields.get(AUX_KEY) or (fields.get("eagle_config") or {}).get(AUX_KEY)
     if aux is not None and (len(aux) != 3 or len(set(aux)) != 3):
@@ -102,7 +117,32 @@ def config_from_json(fields: dict, where: str = "config.json") -> Eagle3Config:
         rope_scaling=scaling,
         max_position_embeddings=layer.get("max_position_embeddings") or 2048,
         feature_layers=None if aux is None else tuple(id_ if speculators else id_ + 1 for id_ in aux),
+        num_hidden_layers=layer.get("num_hidden_layers", 1),
+        **own_fields(fields.get(OWN_KEY, {}), where),
     )
+
+
+def own_fields(fields: dict, where: str) -> dict:
+    """The fields of :class:`Eagle3Config` that only this project writes.
+
+    Raises:
+        UserError: one that is unknown, or values that contradict each other.
+    """
+    if not isinstance(fields, dict):
+        raise UserError(f"{where}: {OWN_KEY} must hold an object, got {fields!r}")
+    found = dict(fields)
+    kind, aligned, taps = found.get("kind", "eagle3"), found.get("aligned_with", "expert"), None
+    unknown = [name for name in found if name not in OWN_FIELDS]
+    if unknown or kind not in HEADS or aligned not in ALIGNED:
+        raise UserError(
+            f"{where}: {OWN_KEY} says {fields}; it holds {', '.join(OWN_FIELDS)}, kind is one of {', '.join(HEADS)} "
+            f"and aligned_with one of {', '.join(ALIGNED)}"
+        )
+    if found.get("amateur_feature_layers"):
+        taps = found["amateur_feature_layers"] = tuple(found["amateur_feature_layers"])
+    if (kind == "dual_input") != bool(taps and len(set(taps)) == 3 and found.get("amateur_hidden_size")):
+        raise UserError(f"{where}: a head of kind {kind} cannot read an amateur of these shapes: {fields}")
+    return found
 
 
 def save_head(folder: str | Path, head: Eagle3Head) -> None:
@@ -124,23 +164,26 @@ def load_head_config(folder: str | Path) -> Eagle3Config:
     return config_from_json(_read_config(locate(folder)), f"{folder}/config.json")
 
 
-def load_head(folder: str | Path, expert=None, dtype: torch.dtype | None = None, device=None) -> Eagle3Head:
-    """Read a head, strictly.
+def load_head(
+    folder: str | Path, expert=None, amateur=None, dtype: torch.dtype | None = None, device=None
+) -> Eagle3Head:
+    """Read a head of any kind, strictly.
 
     Args:
         folder: a local folder or a hub id.
         expert: the LanguageModel it will draft for; a head of another expert is refused, and the head takes its dtype
             and device.
+        amateur: the LanguageModel that the head reads beside the expert, if it reads one; as strictly.
         dtype, device: override the expert's; without either fp32 on the CPU.
     Raises:
         UserError: naming every missing, unexpected or wrongly shaped tensor; contradictory vocabulary maps; NaN or inf
             in the weights; another expert's head.
     """
     path = locate(folder)
-    config = load_head_config(folder) if expert is None else fitting_config(folder, expert)
+    config = load_head_config(folder) if expert is None else fitting_config(folder, expert, amateur)
     tensors = canonical_names(_read_tensors(path))
     with torch.device("meta"):
-        head = Eagle3Head(config)
+        head = make_head(config)
     check_tensors(tensors, head.state_dict(), config, str(folder))
     try:
         check_maps(tensors["d2t"], tensors["t2d"], config.draft_vocab_size, config.vocab_size)
@@ -154,17 +197,18 @@ def load_head(folder: str | Path, expert=None, dtype: torch.dtype | None = None,
     return head.to(dtype=dtype, device=device).eval().requires_grad_(False)
 
 
-def fitting_config(folder: str | Path, expert) -> Eagle3Config:
-    """The shape of a head, once it is sure that it is this expert's; where the head does not say which layers it taps,
-    they are the expert's.
+def fitting_config(folder: str | Path, expert, amateur=None) -> Eagle3Config:
+    """The shape of a head, once it is sure that it is this expert's (and amateur's, if it reads one); where the head
+    does not say which layers it taps, they are the expert's.
 
     Raises:
-        UserError: see :func:`check_expert`.
+        UserError: see :func:`check_expert` and :func:`check_amateur`.
     """
     fields = _read_config(locate(folder))
     config = config_from_json(fields, f"{folder}/config.json")
     layer = {**fields, **fields.get("transformer_layer_config", {})}
     check_expert(config, expert, read_rope(layer), str(folder))
+    check_amateur(config, expert, amateur, str(folder))
     return config if config.feature_layers else config.replace(feature_layers=expert.feature_layers)
 
 
@@ -191,6 +235,26 @@ def check_expert(config: Eagle3Config, expert, stated_rope: tuple[float | None, 
     different = [f"{name} {mine} (expert: {its})" for name, mine, its in pairs if mine != its]
     if different:
         raise UserError(f"{where} is the head of another expert than {expert.name}: {'; '.join(different)}")
+
+
+def check_amateur(config: Eagle3Config, expert, amateur, where: str) -> None:
+    """Refuse a head that reads another amateur; heads that read none fit any.
+
+    Raises:
+        UserError: no amateur where one is read, or naming every field that differs.
+    """
+    if config.kind != "dual_input":
+        return
+    if amateur is None:
+        raise UserError(f"{where} is a dual-input head, which reads an amateur beside the expert; give --amateur")
+    pairs = [
+        ("amateur_hidden_size", config.amateur_hidden_size, amateur.hidden_size),
+        ("amateur_feature_layers", config.amateur_feature_layers, amateur.feature_layers),
+        ("real ids", expert.vocab, amateur.vocab),
+    ]
+    different = [f"{name} {mine} (amateur: {its})" for name, mine, its in pairs if mine != its]
+    if different:
+        raise UserError(f"{where} reads another amateur than {amateur.name}: {'; '.join(different)}")
 
 
 def canonical_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

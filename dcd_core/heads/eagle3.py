@@ -1,4 +1,4 @@
-"""The EAGLE3 draft head [Li et al. 2025, arXiv 2503.01840]: one decoder block on fused features of the expert.
+"""The EAGLE3 draft head [Li et al. 2025, arXiv 2503.01840]: a decoder block (or a few) on fused features of the expert.
 
 Two ways to run it, held equal by a test:
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +26,22 @@ from torch import Tensor, nn
 
 from dcd_core.cache import KVCache
 from dcd_core.errors import UserError
-from dcd_core.heads.rope import Rotary, read_rope, rotate
+from dcd_core.heads.blocks import Block, FirstBlock, RMSNorm
+from dcd_core.heads.rope import Rotary, read_rope
 from dcd_core.heads.row_attention import attend_rows
+from dcd_core.models import default_feature_layers
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Shape of a head. ``feature_layers`` index the expert's ``hidden_states`` (0 = embeddings), i.e. the *inputs* of
-    those layers; None when a published head does not say and no expert was at hand."""
+    """Shape of a head, and what it was trained to imitate.
+
+    ``feature_layers`` index the expert's ``hidden_states`` (0 = embeddings), i.e. the *inputs* of those layers; None
+    when a published head does not say and no expert was at hand. ``num_hidden_layers`` (depth) and
+    ``intermediate_size`` (width) are the head's capacity. A head of ``kind`` dual_input also reads
+    ``amateur_feature_layers`` of an amateur (:mod:`dcd_core.heads.dual_input`). ``train_alpha`` goes with a head that
+    is ``aligned_with`` the contrast.
+    """
 
     hidden_size: int
     target_hidden_size: int
@@ -48,14 +57,35 @@ class Eagle3Config:
     max_position_embeddings: int = 2048
     feature_layers: tuple[int, int, int] | None = None
     num_hidden_layers: int = 1
+    kind: Literal["eagle3", "dual_input"] = "eagle3"
+    amateur_hidden_size: int = 0
+    amateur_feature_layers: tuple[int, int, int] | None = None
+    aligned_with: Literal["expert", "amateur", "contrast"] = "expert"
+    train_alpha: float | None = None
+
+    @property
+    def feature_widths(self) -> tuple[int, int]:
+        """Widths of the features that are read: the expert's, and the amateur's (0: none)."""
+        return 3 * self.target_hidden_size, 3 * self.amateur_hidden_size
 
     @classmethod
-    def from_expert(cls, config, draft_vocab_size: int, feature_layers: tuple[int, int, int]) -> Eagle3Config:
+    def from_expert(
+        cls,
+        config,
+        draft_vocab_size: int,
+        feature_layers: tuple[int, int, int],
+        layers: int = 1,
+        intermediate_size: int | None = None,
+    ) -> Eagle3Config:
         """The head shape for an expert of this transformers configuration (Llama or Qwen3).
 
+        Args:
+            layers, intermediate_size: capacity: decoder blocks, and width of their MLPs (None: the expert's).
         Raises:
-            UserError: rotary positions that the head cannot reproduce, or more draft ids than the expert has.
+            UserError: rotary positions that the head cannot reproduce, more draft ids than the expert has, or no block.
         """
+        if layers < 1 or (intermediate_size is not None and intermediate_size < 1):
+            raise UserError(f"a head has one layer and a width of 1 or more, got {layers} and {intermediate_size}")
         theta, scaling = read_rope(config.to_dict())
         if theta is None:
             raise UserError(f"the expert's configuration ({config.model_type}) states no rope_theta")
@@ -67,7 +97,7 @@ class Eagle3Config:
         return cls(
             hidden_size=config.hidden_size,
             target_hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=intermediate_size or config.intermediate_size,
             num_attention_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
@@ -78,84 +108,11 @@ class Eagle3Config:
             rope_scaling=scaling,
             max_position_embeddings=config.max_position_embeddings,
             feature_layers=tuple(feature_layers),
+            num_hidden_layers=layers,
         )
 
     def replace(self, **changes) -> Eagle3Config:
         return dataclasses.replace(self, **changes)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in at least fp32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
-        wide = states.to(torch.promote_types(states.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(states.dtype)
-
-
-class Attention(nn.Module):
-    """Llama-style grouped attention whose inputs are twice as wide: [embedding, state]."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        self.dim = config.head_dim
-        wide, heads, kv_heads = 2 * config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(wide, heads * self.dim, bias=False)
-        self.k_proj = nn.Linear(wide, kv_heads * self.dim, bias=False)
-        self.v_proj = nn.Linear(wide, kv_heads * self.dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.dim, config.hidden_size, bias=False)
-
-    def split(self, flat: Tensor) -> Tensor:
-        return flat.unflatten(-1, (-1, self.dim)).transpose(1, 2)
-
-    def query(self, inputs: Tensor, tables) -> Tensor:
-        return rotate(self.split(self.q_proj(inputs)), tables)
-
-    def key_value(self, inputs: Tensor, tables) -> tuple[Tensor, Tensor]:
-        return rotate(self.split(self.k_proj(inputs)), tables), self.split(self.v_proj(inputs))
-
-    def output(self, heads: Tensor) -> Tensor:
-        return self.o_proj(heads.transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
-
-
-class Block(nn.Module):
-    """The head's only decoder layer. No q/k norms and no biases, whatever the expert has."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.self_attn = Attention(config)
-        self.mlp = Mlp(config)
-
-    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """Embedding first, 2H wide."""
-        return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
-
-    def finish(self, residual: Tensor, heads: Tensor) -> Tensor:
-        """Residual add, MLP, residual add; the residual is the un-normed fused feature or state."""
-        states = residual + self.self_attn.output(heads)
-        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Eagle3Head(nn.Module):
@@ -166,8 +123,10 @@ class Eagle3Head(nn.Module):
         d2t: OFFSET of each draft id: expert id = draft id + d2t[draft id]. None (with t2d): the first ids.
         t2d: membership of each expert id in the draft vocabulary.
     Raises:
-        UserError: maps that contradict each other or the config (see :func:`check_maps`).
+        UserError: maps that contradict each other or the config (see :func:`check_maps`), or another kind of head.
     """
+
+    kind = "eagle3"
 
     def __init__(
         self,
@@ -176,11 +135,15 @@ class Eagle3Head(nn.Module):
         t2d: Bool[Tensor, " vocab"] | None = None,
     ):
         super().__init__()
+        if config.kind != self.kind:
+            raise UserError(f"this configuration is of a {config.kind} head, not of a head of kind {self.kind}")
         self.config = config
-        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
-        self.midlayer = Block(config)
+        self.fc = nn.Linear(sum(config.feature_widths), config.hidden_size, bias=False)
+        self.midlayer = FirstBlock(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        # after all that a head of one block has, so that its initial weights do not depend on the depth
+        self.further = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers - 1))
         if d2t is None and t2d is None:
             d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
             t2d = torch.arange(config.vocab_size) < config.draft_vocab_size
@@ -199,6 +162,9 @@ class Eagle3Head(nn.Module):
         feature_layers: tuple[int, int, int] | None = None,
         seed: int = 0,
         output_rows: Float[Tensor, "vocab hidden"] | None = None,
+        layers: int = 1,
+        intermediate_size: int | None = None,
+        **declared,
     ) -> Eagle3Head:
         """A fresh head for an expert.
 
@@ -208,30 +174,34 @@ class Eagle3Head(nn.Module):
             feature_layers: taps as indices of ``hidden_states``; None for EAGLE3's {2, n//2, n-3}.
             seed: of the random initial weights (std .02).
             output_rows: the expert's output layer; its rows of the draft ids initialise ``lm_head``.
+            layers, intermediate_size: capacity: decoder blocks, and width of their MLPs (None: the expert's).
+            declared: further fields of the configuration, such as ``aligned_with``.
         """
-        layers = config.num_hidden_layers
         if feature_layers is None:
-            if layers < 7:
-                raise UserError(f"an expert of {layers} layers has no default EAGLE3 taps; give feature_layers")
-            feature_layers = (2, layers // 2, layers - 3)
+            feature_layers = default_feature_layers(config.num_hidden_layers)
         d2t = t2d = None
         if vocabulary is not None:
             d2t, t2d = vocabulary.d2t.long(), vocabulary.t2d.bool()
             # the map counts real ids; the head's table has the expert's (possibly padded) width
             t2d = F.pad(t2d, (0, config.vocab_size - t2d.shape[0]))
         size = config.vocab_size if d2t is None else d2t.shape[0]
-        head = cls(Eagle3Config.from_expert(config, size, feature_layers), d2t, t2d)
+        shape = Eagle3Config.from_expert(config, size, feature_layers, layers, intermediate_size)
+        head = cls(shape.replace(**declared), d2t, t2d)
         head.initialise(seed, output_rows)
         return head
 
     @torch.no_grad()
     def initialise(self, seed: int, output_rows: Tensor | None = None) -> None:
-        """Seeded weights: linear layers normal with std .02, norms one, ``lm_head`` from the expert's rows if given."""
+        """Seeded weights: linear layers normal with std .02, norms one, ``lm_head`` from the expert's rows if given.
+
+        What reads an amateur starts at zero, so that a head which reads one starts as the head which does not.
+        """
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                values = torch.empty(module.weight.shape).normal_(0.0, 0.02, generator=generator)
-                module.weight.copy_(values)
+                drawn = self.config.feature_widths[0] if module is self.fc else module.in_features
+                values = torch.empty(module.out_features, drawn).normal_(0.0, 0.02, generator=generator)
+                module.weight.zero_()[:, :drawn].copy_(values)
         if output_rows is not None:
             self.lm_head.weight.copy_(output_rows[self.target_ids.to(output_rows.device)])
 
@@ -239,6 +209,10 @@ class Eagle3Head(nn.Module):
     def target_ids(self) -> Int[Tensor, " draft"]:
         """Expert id of every draft id, ascending."""
         return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [self.midlayer, *self.further]
 
     def fuse(self, features: Float[Tensor, "batch position features"]) -> Float[Tensor, "batch position hidden"]:
         """The three tapped features (low | mid | high, 3H wide) as one H-wide input."""
@@ -261,26 +235,28 @@ class Eagle3Head(nn.Module):
         *,
         tree_mask: Bool[Tensor, "batch width columns"] | None = None,
         depths: Int[Tensor, "batch width"] | None = None,
+        first_layer: int = 0,
     ) -> Float[Tensor, "batch width hidden"]:
         """One decoding pass over new rows; the caller commits the cache.
 
         Args:
             embeds: embedded tokens, one further than the states they are paired with.
             hidden: :meth:`fuse` of true features, or states from the step before.
+            first_layer: of the cache, where it holds more than this head.
         Returns:
-            The recurrent states: the block's output before the final norm.
+            The recurrent states: the last block's output before the final norm.
         """
         dtype = self.fc.weight.dtype
-        embeds, hidden = embeds.to(dtype), hidden.to(dtype)
+        embeds, states = embeds.to(dtype), hidden.to(dtype)
         plan = cache.plan(embeds.shape[1], tree_mask, depths)
-        attention = self.midlayer.self_attn
-        inputs = self.midlayer.inputs(embeds, hidden)
         tables = self.rotary.tables(plan.positions, dtype)
-        keys, values = cache.update(*attention.key_value(inputs, tables), 0)
-        heads = F.scaled_dot_product_attention(
-            attention.query(inputs, tables), keys, values, attn_mask=plan.mask, enable_gqa=True
-        )
-        return self.midlayer.finish(hidden, heads)
+        for layer, block in enumerate(self.blocks, start=first_layer):
+            inputs = block.inputs(embeds, states)
+            keys, values = cache.update(*block.self_attn.key_value(inputs, tables), layer)
+            query = block.self_attn.query(inputs, tables)
+            heads = F.scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask, enable_gqa=True)
+            states = block.finish(states, heads)
+        return states
 
     def unroll(
         self,
@@ -301,24 +277,39 @@ class Eagle3Head(nn.Module):
             next_embeds: ``next_embeds(i, state)`` gives the ``[batch, row, hidden]`` embedded tokens of step ``i >= 1``
                 from the state of step ``i - 1``: the ground truth in training, the head's own choice in replay.
         """
-        dtype = self.fc.weight.dtype
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        fused = self.fuse(features)
-        inputs = layer.inputs(embeds.to(dtype), fused)
-        places = torch.arange(fused.shape[1], device=fused.device)[None]
-        keys, values = attention.key_value(inputs, self.rotary.tables(places, dtype))
-        own: list[tuple[Tensor, Tensor]] = []
-        # keys are needed at every position, everything after them only at the roots
-        state = _pick(fused, rows)
-        inputs = _pick(inputs, rows)
+        dtype, blocks = self.fc.weight.dtype, self.blocks
+        told, states, inputs = self._read(embeds.to(dtype), self.fuse(features))
+        # keys are needed at every position, what the last block makes of them only at the roots
+        state, inputs = _pick(states, rows), _pick(inputs, rows)
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
         for index in range(steps):
             tables = self.rotary.tables(rows + index, dtype)
-            if index:
-                inputs = layer.inputs(next_embeds(index, state).to(dtype), state)
-                own.append(attention.key_value(inputs, tables))
-            heads = attend_rows(attention.query(inputs, tables), rows, keys, values, own)
-            state = layer.finish(state, heads)
+            if index == 0:
+                heads = attend_rows(blocks[-1].self_attn.query(inputs, tables), rows, *told[-1], [])
+                state = blocks[-1].finish(state, heads)
+            else:
+                embedded = next_embeds(index, state).to(dtype)
+                for block, (keys, values), mine in zip(blocks, told, own, strict=True):
+                    inputs = block.inputs(embedded, state)
+                    mine.append(block.self_attn.key_value(inputs, tables))
+                    heads = attend_rows(block.self_attn.query(inputs, tables), rows, keys, values, mine)
+                    state = block.finish(state, heads)
             yield state
+
+    def _read(self, embeds: Tensor, fused: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+        """The text as it is: keys and values of every block at every position, and what the last block has there for
+        its residual and reads."""
+        places = torch.arange(fused.shape[1], device=fused.device)[None]
+        tables = self.rotary.tables(places, fused.dtype)
+        rows, blocks = places.expand(fused.shape[0], -1), self.blocks
+        told, states = [], fused
+        for index, block in enumerate(blocks):
+            inputs = block.inputs(embeds, states)
+            told.append(block.self_attn.key_value(inputs, tables))
+            if index + 1 < len(blocks):  # plain causal attention
+                heads = attend_rows(block.self_attn.query(inputs, tables), rows, *told[-1], [])
+                states = block.finish(states, heads)
+        return told, states, inputs
 
 
 def _pick(states: Tensor, rows: Tensor) -> Tensor:
