@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diagnostics.resampling import Change, Interval, holm
+from diagnostics.resampling import Change, holm
 from diagnostics.wording import percent, points
 
 MARGIN = 0.01
@@ -82,11 +82,21 @@ def headroom(acceptance: float, ceiling: float, gamma: int) -> dict[str, float]:
 
 
 def verdict_sentence(
-    verdict: str, alpha: float, change: dict, gain_ruled_out: bool, loss_ruled_out: bool, margin: float = MARGIN
+    verdict: str,
+    alpha: float,
+    change: dict,
+    loss_ruled_out: bool,
+    margin: float = MARGIN,
+    trained_on: float | None = None,
 ) -> str:
-    """The verdict in plain words, without its full stop. `change` is an `Interval` as a dict, a share of L."""
+    """The verdict in plain words, without its full stop.
+
+    `change` is an `Interval` as a dict, a share of L; `loss_ruled_out` of the margin or more; `trained_on` is the train-alpha where it is not `alpha` itself.
+    """
     size, limit = f"L changes by {percent(change, sign=True)}", f"{100 * margin:g}%"
     where = f"contrast-aware training at alpha {alpha:g}"
+    if trained_on is not None:
+        where += f" (trained on {trained_on:g})"
     if verdict == "helps":
         return f"A gain from {where}: {size}"
     if verdict == "hurts":
@@ -109,11 +119,6 @@ def headroom_clause(ceiling: float, share_of_length: float, realised: dict | Non
         f"{_digits(100 * ceiling)} points of per-token acceptance{share}"
     )
     return clause if realised is None else f"{clause}; realised were {points(realised, 2, sign=True)}"
-
-
-def as_dict(interval: Interval | None) -> dict | None:
-    """An interval as JSON, or None."""
-    return None if interval is None else interval.as_dict()
 
 
 def _digits(value: float) -> str:

@@ -1,5 +1,7 @@
 """The four verdicts and their sentences, each from a change that calls for it, the unwelcome ones included."""
 
+from statistics import NormalDist
+
 import numpy as np
 import pytest
 
@@ -8,20 +10,12 @@ from diagnostics.resampling import Change, Interval
 from diagnostics.verdicts import VERDICTS, headroom, headroom_clause, judge, verdict_sentence
 
 
-def change(estimate, deviation, count=10_000):
+QUANTILES = np.array([NormalDist().inv_cdf((place + 0.5) / 4000) for place in range(4000)])
+
+
+def normal(estimate, deviation):
     """A change whose draws are normal quantiles: exact p-values, no luck."""
-    from statistics import NormalDist
-
-    shares = (np.arange(count) + 0.5) / count
-    draws = estimate + deviation * np.array([NormalDist().inv_cdf(share) for share in shares])
-    return Change(estimate, draws, draws, 1000, 3, 0.001)
-
-
-@pytest.fixture(scope="module")
-def normal():
-    """Draws once: shifted and scaled for every case."""
-    base = change(0.0, 1.0, 4000).draws
-    return lambda estimate, deviation: Change(estimate, estimate + deviation * base, None, 1000, 3)
+    return Change(estimate, estimate + deviation * QUANTILES, None, 1000, 3)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +34,12 @@ def normal():
         (-0.010, 0.030, "undecided"),
     ],
 )
-def test_verdicts(normal, estimate, deviation, verdict):
+def test_verdicts(estimate, deviation, verdict):
     (found,) = judge([normal(estimate, deviation)])
     assert found.verdict == verdict and found.comparisons == 1
 
 
-def test_verdicts_agree_with_the_interval_they_are_printed_with(normal):
+def test_verdicts_agree_with_the_interval_they_are_printed_with():
     generator = np.random.default_rng(0)
     for _ in range(200):
         one = normal(generator.normal(0, 0.01), generator.uniform(0.001, 0.01))
@@ -60,7 +54,7 @@ def test_verdicts_agree_with_the_interval_they_are_printed_with(normal):
             assert interval.low < 1e-4 and interval.high > 0.0099
 
 
-def test_a_grid_is_corrected_for_its_size(normal):
+def test_a_grid_is_corrected_for_its_size():
     """One comparison that is just sure alone is not sure among twelve; a clear one still is."""
     close, clear, vague = normal(0.02, 0.009), normal(0.05, 0.008), normal(0.0, 0.02)
     assert judge([close])[0].verdict == "helps"
@@ -69,7 +63,7 @@ def test_a_grid_is_corrected_for_its_size(normal):
     assert among[0].p_above >= judge([close])[0].p_above * 5
 
 
-def test_tost_is_the_larger_of_two_tests(normal):
+def test_tost_is_the_larger_of_two_tests():
     inside, shifted = judge([normal(0.0, 0.003)])[0], judge([normal(-0.02, 0.003)])[0]
     assert inside.p_equivalent < 0.01 and inside.gain_ruled_out and inside.loss_ruled_out
     assert shifted.p_equivalent > 0.99 and shifted.gain_ruled_out and not shifted.loss_ruled_out
@@ -93,10 +87,8 @@ def test_a_wrong_verdict_anywhere_in_a_grid_is_rare(true, wrong):
 
 
 def test_sentences():
-    def said(verdict, low, estimate, high, **sure):
-        found = Interval(estimate, low, high, 100).as_dict()
-        flags = {"gain_ruled_out": verdict == "no gain", "loss_ruled_out": False} | sure
-        return verdict_sentence(verdict, 0.3, found, **flags)
+    def said(verdict, low, estimate, high, loss_ruled_out=False):
+        return verdict_sentence(verdict, 0.3, Interval(estimate, low, high, 100).as_dict(), loss_ruled_out)
 
     assert said("no gain", -0.021, -0.008, 0.004) == (
         "No gain from contrast-aware training at alpha 0.3: L changes by -0.8% [-2.1, +0.4], so a gain of 1% or more is "
