@@ -7,22 +7,40 @@ import tiny
 import torch
 
 from dcd_core.heads.checkpoint import save_head
+from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
 
 
-def tiny_head(kind: str) -> Eagle3Head:
-    """A random head that drafts the first ids and every third real one."""
+def tiny_vocabulary() -> SimpleNamespace:
+    """The first ids and every third real one."""
     t2d = torch.zeros(tiny.VOCAB, dtype=torch.bool)
     t2d[::3] = t2d[:20] = True
     d2t = t2d.nonzero()[:, 0] - torch.arange(int(t2d.sum()))
-    return Eagle3Head.from_expert(tiny.tiny_config(kind), SimpleNamespace(d2t=d2t, t2d=t2d), seed=1)
+    return SimpleNamespace(d2t=d2t, t2d=t2d)
+
+
+def tiny_head(kind: str, seed: int = 1, **declared) -> Eagle3Head:
+    """A random head of that draft vocabulary."""
+    return Eagle3Head.from_expert(tiny.tiny_config(kind), tiny_vocabulary(), seed=seed, **declared)
+
+
+def tiny_dual_input_head(kind: str) -> DualInputHead:
+    """A random head that reads the amateur of the world too."""
+    configs = tiny.tiny_config(kind), tiny.tiny_config(kind, 4)
+    head = DualInputHead.from_pair(*configs, tiny_vocabulary(), amateur_feature_layers=(1, 2, 3), seed=1)
+    own = head.config.feature_widths[0]
+    with torch.no_grad():
+        head.fc.weight[:, own:].normal_(0.0, 0.02, generator=torch.Generator().manual_seed(2))
+    return head
 
 
 def make_world(folder, kind: str = "smol", prompts: int = 5):
-    """`folder` with expert/, amateur/, head/ and prompts.jsonl."""
+    """`folder` with expert/, amateur/, prompts.jsonl, and heads: head/, dual_input/ and amateur_head/."""
     tiny.save_tiny(folder / "expert", kind, seed=0)
-    tiny.save_tiny(folder / "amateur", kind, seed=100, layers=3)
+    tiny.save_tiny(folder / "amateur", kind, seed=100, layers=4)
     save_head(folder / "head", tiny_head(kind))
+    save_head(folder / "dual_input", tiny_dual_input_head(kind))
+    save_head(folder / "amateur_head", tiny_head(kind, seed=2, aligned_with="amateur"))
     lines = []
     for index in range(prompts):
         words = " ".join(f"w{(7 * index + step) % 80}" for step in range(4 + index))
