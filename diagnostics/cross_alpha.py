@@ -111,9 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     def measure(batch: list[Prompt], alpha: float) -> dict:
         return measure_batch(pair, members, batch, stops, alpha, decoded, config)
 
-    pieces = at_every_alpha(
-        prompts, config.infer_alphas, config.batch, parts, "rollouts and replay", measure, ranks
-    )
+    pieces = at_every_alpha(prompts, config.infer_alphas, config.batch, parts, "rollouts and replay", measure, ranks)
     if not ranks.first:
         return 0
     checks = [row for piece in pieces for row in piece["decoded"]]
@@ -224,8 +222,9 @@ def print_matrix(found: dict) -> None:
     print(tabulate(table, headers=headers, disable_numparse=True))
     summary = found["summary"]
     print(
-        f"best train-alpha {summary['best_train_alpha']:g}: L {summary['difference']:+.3f} ({100 * summary['gain']:+.2f}%) "
-        f"against train-alpha 0, which is best at {summary['control_best']} of {summary['columns']} infer-alphas"
+        f"best train-alpha {summary['best_train_alpha']:g}: L {summary['difference']:+.3f} "
+        f"({100 * summary['gain']:+.2f}%) against train-alpha 0, which is best at {summary['control_best']} of "
+        f"{summary['columns']} infer-alphas"
     )
     cells = [
         [

@@ -13,7 +13,7 @@ import pandas as pd
 from dcd_core.errors import UserError
 from diagnostics.matrix_summary import summarise_matrix
 from diagnostics.resampling import RESAMPLES, Change, changes, ratio_of_sums
-from diagnostics.verdicts import MARGIN, headroom, headroom_clause, judge, verdict_sentence
+from diagnostics.verdicts import MARGIN, headroom, headroom_clause, judge, least_resamples, verdict_sentence
 
 FAMILY = "family"
 
@@ -83,7 +83,8 @@ def summarise_replays(
         same alpha is about, with the headroom and the sentence; `controls`: other drafters beside the control.
     """
     matrix = read_matrix(rows)
-    options = {"resamples": resamples, "seed": seed}
+    comparisons = (len(matrix.train_alphas) - 1) * len(matrix.infer_alphas)
+    options = {"resamples": max(resamples, least_resamples(comparisons)), "seed": seed}
     cells = _cells(matrix, margin, options)
     found = {
         "train_alphas": list(matrix.train_alphas),
@@ -169,12 +170,12 @@ def _verdict(cell: dict, rows: pd.DataFrame, matrix: Matrix, gamma: int, margin:
         for name in ("headroom_tv", "headroom_flip")
     }
     base = cell["control_acceptance"]
-    top1 = changes(matrix.arms("top1", "positions", matrix.infer_alphas.index(cell["infer_alpha"])), relative=False, **options)
+    top1 = changes(
+        matrix.arms("top1", "positions", matrix.infer_alphas.index(cell["infer_alpha"])), relative=False, **options
+    )
     greedy = top1[matrix.train_alphas.index(cell["train_alpha"]) - 1].interval().as_dict()
     found = cell | ceilings | headroom(base, ceilings["headroom_tv"]["estimate"], gamma) | {"top1_change": greedy}
-    clause = headroom_clause(
-        ceilings["headroom_tv"]["estimate"], found["share_of_length"], found["acceptance_change"]
-    )
+    clause = headroom_clause(ceilings["headroom_tv"]["estimate"], found["share_of_length"], found["acceptance_change"])
     if "change" not in cell:
         said = f"Undecided at alpha {cell['infer_alpha']:g}: no draft of the control was accepted"
     else:
@@ -212,7 +213,8 @@ def _controls(rows: pd.DataFrame, matrix: Matrix, options: dict) -> list[dict]:
 def _against_control(part: pd.DataFrame, matrix: Matrix, column: int, seeds: tuple[int, ...]) -> np.ndarray | None:
     """[prompt, seed, (control, other), 1, 2]; seeds are pooled where the two do not have the same ones."""
     tables = [
-        part.pivot_table(index="prompt_id", columns="seed", values=name, aggfunc="sum") for name in ("accepted", "rounds")
+        part.pivot_table(index="prompt_id", columns="seed", values=name, aggfunc="sum")
+        for name in ("accepted", "rounds")
     ]
     if tables[0].index.tolist() != list(matrix.prompts) or any(table.isna().any(axis=None) for table in tables):
         return None  # measured on other prompts

@@ -100,7 +100,9 @@ def find_places(family: list[str], controls: list[str]) -> list[Place]:
             continue
         shape = load_head_config(control)
         if shape.aligned_with == "amateur":
-            raise UserError(f"{control} imitates the amateur and drafts only beside another head; it is no control here")
+            raise UserError(
+                f"{control} imitates the amateur and drafts only beside another head; it is no control here"
+            )
         name = short_name(control)
         reads = "dual" if shape.kind == "dual_input" else "expert_only"
         places.append(Place(name, name, control, reads, shape.train_alpha or 0.0, 0))

@@ -89,8 +89,8 @@ CROSS_ALPHA_OFFICIAL = {
     "Qwen3, GSM8K": (2.083, 2.061, 1.983, 1.842),
     "Qwen3, MMLU": (1.656, 1.650, 1.552, 1.386),
 }
-# Tab. 1: best train-alpha by the mean over infer-alpha, mean difference in L from train-alpha 0, the same in percent (of
-# the rounded difference: .77 where the matrix gives .756), and columns in which train-alpha 0 is the best of the four
+# Tab. 1: best train-alpha by the mean over infer-alpha, mean difference in L from train-alpha 0, the same in percent
+# (of the rounded difference: .77 where the matrix gives .756), and columns in which train-alpha 0 is the best
 CROSS_ALPHA_SUMMARY = {
     "Llama-3, GSM8K": (0.1, 0.015, 0.77, 0),
     "Llama-3, MMLU": (0.0, 0.0, 0.0, 3),

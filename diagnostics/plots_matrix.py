@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from diagnostics import paper
 
@@ -139,11 +140,12 @@ def _heat(axes: Axes, lengths: np.ndarray, trains, infers, limit: float, bold: n
 
 
 def _outline_matched(axes: Axes, found: dict) -> None:
-    """A frame around the cells that the verdicts are about."""
+    """A frame around the cells that the verdicts are about, black on white so that it shows on any colour."""
+    around = np.array([[-0.47, 0.47, 0.47, -0.47, -0.47], [-0.46, -0.46, 0.46, 0.46, -0.46]])
     for entry in found["verdicts"]:
         x, y = (found[f"{kind}_alphas"].index(entry[f"{kind}_alpha"]) for kind in ("infer", "train"))
-        axes.plot([x - 0.47, x + 0.47, x + 0.47, x - 0.47, x - 0.47], [y - 0.46, y - 0.46, y + 0.46, y + 0.46, y - 0.46],
-                  color="black", lw=1.6)
+        white = [withStroke(linewidth=4, foreground="white")]
+        axes.plot(x + around[0], y + around[1], color="black", lw=1.6, path_effects=white)
 
 
 def _verdict_row(axes: Axes, found: dict) -> None:

@@ -42,9 +42,7 @@ def check_decoding(
 
 
 @torch.no_grad()
-def first_draft_gap(
-    pair: Pair, member: Member, text: Text, replayed: Rounds, rounds: Rounds, gamma: int
-) -> float:
+def first_draft_gap(pair: Pair, member: Member, text: Text, replayed: Rounds, rounds: Rounds, gamma: int) -> float:
     """Gap of the drafter's two best logits at the first draft that one way accepts and the other does not."""
     root, differing = text.prompt_length, None
     for one, other in zip(replayed, rounds, strict=False):
@@ -65,8 +63,6 @@ def first_draft_gap(
 
     shifted = torch.cat([text.ids[1:], text.ids[-1:]])
     rows = torch.tensor([[root - 1]], device=text.ids.device)
-    state = None
-    for state in head.unroll(rollout.features[None], embedding(shifted)[None], rows, gamma, following):
-        pass
-    following(gamma, state)
+    *_, last = head.unroll(rollout.features[None], embedding(shifted)[None], rows, gamma, following)
+    following(gamma, last)
     return gaps[differing]

@@ -49,7 +49,9 @@ def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Sect
 def headlines(found: dict) -> list[Headline]:
     """The verdict of every infer-alpha, with the greedy ceiling and the paper's change in small print."""
     return [
-        Headline(f"Contrast-aware training, alpha {entry['infer_alpha']:g}", entry["sentence"], small_print(entry, found))
+        Headline(
+            f"Contrast-aware training, alpha {entry['infer_alpha']:g}", entry["sentence"], small_print(entry, found)
+        )
         for entry in found["verdicts"]
     ]
 
@@ -59,16 +61,16 @@ def small_print(entry: dict, found: dict) -> str:
     runs = len(found["seeds"])
     seeds = f"{runs} training runs each" if runs > 1 else "one training run each, so other runs may differ"
     words = (
-        f"At T = 0, where L was measured, the ceiling is the share of flipped choices, {percent(entry['headroom_flip'])}; "
-        f"top-1 matches changed by {points(entry['top1_change'], 2, sign=True)} points. {count(found['prompts'])} "
-        f"prompts, {seeds}."
+        "At T = 0, where L was measured, the ceiling is the share of flipped choices, "
+        f"{percent(entry['headroom_flip'])}; top-1 matches changed by {points(entry['top1_change'], 2, sign=True)} "
+        f"points. {count(found['prompts'])} prompts, {seeds}."
     )
     span = paper_span(entry["infer_alpha"])
     return f"{words} Paper: L changes by {span} in its four settings, without intervals." if span else words
 
 
 def paper_span(alpha: float) -> str:
-    """The paper's change of L from train-alpha 0 to this one at the same infer-alpha, "-5.4% to +1.2%"; "" if unknown."""
+    """The paper's change of L from train-alpha 0 to this one at the same infer-alpha, "-5.4% to +1.2%", or ""."""
     if alpha not in paper.CROSS_ALPHAS or alpha == 0:
         return ""
     place = paper.CROSS_ALPHAS.index(alpha)
@@ -81,12 +83,13 @@ def how(records: Records, found: dict, decoded: dict) -> str:
     settings = records.provenance.get("settings", {})
     history = records.rows["history_alpha"].iloc[0]
     tokens = settings.get("max_new_tokens")
+    longest = f", up to {tokens} tokens" if tokens else ""
     words = (
         f"Vanilla contrastive decoding answered each of {count(found['prompts'])} prompts greedily at every infer-alpha"
-        f"{f', up to {tokens} tokens' if tokens else ''}; every drafter's rounds, of {found['gamma']} drafts, follow from "
+        f"{longest}; every drafter's rounds, of {found['gamma']} drafts, follow from "
         "these texts by replay. Drafters of one column differ in their training target only, in matched runs (same "
-        f"initial weights, data, order and budget). Acceptance is teacher-forced over the texts of alpha {history:g}. A "
-        f"verdict needs a bound of the 95% interval over prompts and training seeds, after Holm's correction for "
+        f"initial weights, data, order and budget). Acceptance is teacher-forced over the texts of alpha {history:g}. "
+        f"A verdict needs a bound of the 95% interval over prompts and training seeds, after Holm's correction for "
         f"{len(found['cells'])} comparisons; a gain counts from {100 * found['margin']:g}% of L."
     )
     if decoded.get("checked"):
@@ -145,7 +148,11 @@ def matrix_table(found: dict) -> Table:
         name = f"{entry['group']}, train-alpha {entry['train_alpha']:g} ({_reads(entry['input'])})"
         if not rows or rows[-1][0] != name:
             rows.append([name, *[""] * len(infers), ""])
-        change = f" ({percent({'estimate': entry['change']['estimate'], 'low': None}, sign=True)})" if "change" in entry else ""
+        change = (
+            f" ({percent({'estimate': entry['change']['estimate'], 'low': None}, sign=True)})"
+            if "change" in entry
+            else ""
+        )
         rows[-1][1 + infers.index(entry["infer_alpha"])] = f"{entry['length']:.3f}{change}"
     headers = ["drafter", *(f"infer-alpha {infer:g}" for infer in infers), "mean change from train-alpha 0"]
     return Table("Accepted drafts a round (L); controls with their change from train-alpha 0", headers, rows)

@@ -217,15 +217,13 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
     return adjusted
 
 
-def changes(
-    sums: np.ndarray, *, relative: bool = True, resamples: int = RESAMPLES, seed: int = 0
-) -> list[Change]:
+def changes(sums: np.ndarray, *, relative: bool = True, resamples: int = RESAMPLES, seed: int = 0) -> list[Change]:
     """Change of every arm against arm 0 on the same prompts, with training seeds as a second level.
 
     Args:
-        sums: [prompt, training seed, arm, part, 2], the last axis (numerator, denominator), e.g. (accepted, rounds). Seed
-            s of every arm is the same seed. An arm's value is the mean over parts of its ratio of sums, prompts and seeds
-            pooled.
+        sums: [prompt, training seed, arm, part, 2], the last axis (numerator, denominator), e.g. (accepted, rounds).
+            Seed s of every arm is the same seed. An arm's value is the mean over parts of its ratio of sums, prompts
+            and seeds pooled.
         relative: changes as shares of the baseline's value, else in the unit of the ratio.
     Raises:
         UserError: a denominator of zero, or (relative) a baseline of zero.

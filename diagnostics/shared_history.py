@@ -25,16 +25,14 @@ def draft_sums(
     log_target: Float[Tensor, "row vocab"],
     target_ids: Int[Tensor, " draft_vocab"],
 ) -> dict[str, float]:
-    """Sums over rows: `acceptance`, sum over x of min(e, pi), and `top1`; the drafter gives 0 outside its vocabulary."""
+    """Sums over rows: `acceptance`, sum over x of min(e, pi), and `top1`; e is 0 outside the draft vocabulary."""
     kept = log_target[:, target_ids]
     accepted = torch.minimum(log_draft.exp(), kept.exp()).sum()
     agreed = target_ids[log_draft.argmax(-1)] == log_target.argmax(-1)
     return {"acceptance": float(accepted), "top1": float(agreed.sum())}
 
 
-def headroom_sums(
-    log_expert: Float[Tensor, "row vocab"], log_target: Float[Tensor, "row vocab"]
-) -> dict[str, float]:
+def headroom_sums(log_expert: Float[Tensor, "row vocab"], log_target: Float[Tensor, "row vocab"]) -> dict[str, float]:
     """Sums over rows of both ceilings."""
     flipped = log_expert.argmax(-1) != log_target.argmax(-1)
     return {

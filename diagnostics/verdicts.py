@@ -10,9 +10,10 @@ A verdict is a claim about the true change of accepted length, as a share of L, 
 "No gain" is claimed by an equivalence test and never from a difference that merely fails to be significant [DCD's own
 tables are single runs]. Each claim needs its bound of the 95% interval, i.e. a one-sided test at 2.5%, after Holm's
 correction over all comparisons of the grid. A change that is surely within the margin on both sides is "no gain" even
-where it is surely not zero: too small to matter either way.
+where it is surely not zero: too small to matter either way. Fewer than 20 prompts decide nothing.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from diagnostics.wording import percent, points
 
 MARGIN = 0.01
 SIDE = 0.025  # of each one-sided test: a bound of a 95% interval
+FEWEST = 20  # prompts: with fewer, a percentile bootstrap misses too much of what could happen, and decides nothing
 VERDICTS = ("helps", "no gain", "hurts", "undecided")
 
 
@@ -55,8 +57,11 @@ def judge(changes: Sequence[Change], margin: float = MARGIN) -> list[Judged]:
     below = holm([change.p_below(0.0) for change in changes])
     found = []
     for index in range(len(changes)):
-        gain_out, loss_out = bool(no_gain[index] < SIDE), bool(no_loss[index] < SIDE)
-        if below[index] < SIDE and not loss_out:
+        enough = changes[index].prompts >= FEWEST
+        gain_out, loss_out = bool(enough and no_gain[index] < SIDE), bool(enough and no_loss[index] < SIDE)
+        if not enough:
+            verdict = "undecided"
+        elif below[index] < SIDE and not loss_out:
             verdict = "hurts"
         elif gain_out:
             verdict = "no gain"
@@ -67,6 +72,12 @@ def judge(changes: Sequence[Change], margin: float = MARGIN) -> list[Judged]:
         ps = (float(values[index]) for values in (equivalent, above, below))
         found.append(Judged(verdict, gain_out, loss_out, *ps, len(changes)))
     return found
+
+
+def least_resamples(comparisons: int) -> int:
+    """Resamples with which a grid can be decided at all: no p-value is below 1 / (resamples + 1), and Holm multiplies
+    the smallest by the number of comparisons. Four times what just suffices."""
+    return math.ceil(4 * comparisons / SIDE)
 
 
 def headroom(acceptance: float, ceiling: float, gamma: int) -> dict[str, float]:
@@ -91,7 +102,10 @@ def verdict_sentence(
 ) -> str:
     """The verdict in plain words, without its full stop.
 
-    `change` is an `Interval` as a dict, a share of L; `loss_ruled_out` of the margin or more; `trained_on` is the train-alpha where it is not `alpha` itself.
+    Args:
+        change: an `Interval` as a dict, a share of L.
+        loss_ruled_out: a loss of the margin or more.
+        trained_on: the train-alpha, where it is not `alpha` itself.
     """
     size, limit = f"L changes by {percent(change, sign=True)}", f"{100 * margin:g}%"
     where = f"contrast-aware training at alpha {alpha:g}"
@@ -104,6 +118,8 @@ def verdict_sentence(
     if verdict == "no gain":
         also = ", and so is a loss of that size" if loss_ruled_out else ""
         return f"No gain from {where}: {size}, so a gain of {limit} or more is ruled out{also}"
+    if change["prompts"] < FEWEST:
+        return f"Undecided for {where}: {size}, and {change['prompts']} prompts are too few to tell ({FEWEST} at least)"
     sure = change["low"] is not None and (change["low"] > 0 or change["high"] < margin)
     corrected = ", once the number of comparisons is allowed for," if sure else ""
     return f"Undecided for {where}: {size}, which{corrected} neither shows a gain nor rules out one of {limit} or more"
@@ -113,14 +129,14 @@ def headroom_clause(ceiling: float, share_of_length: float, realised: dict | Non
     """What aiming at the contrast could add, and how much of it was realised. `ceiling` is a probability per token,
     `realised` an `Interval` as a dict in the same unit."""
     # a ceiling above L itself (a drafter that hardly ever agrees) is no percentage that says anything
-    share = f" ({_digits(100 * share_of_length)}% of L)" if share_of_length <= 1 else ""
+    share = f" ({_digits(100 * share_of_length, 0)}% of L)" if share_of_length <= 1 else ""
     clause = (
         "at equal approximation error, aiming at the contrast could add at most "
-        f"{_digits(100 * ceiling)} points of per-token acceptance{share}"
+        f"{_digits(100 * ceiling, 1)} points of per-token acceptance{share}"
     )
-    return clause if realised is None else f"{clause}; realised were {points(realised, 2, sign=True)}"
+    return clause if realised is None else f"{clause}; realised: {points(realised, 2, sign=True)}"
 
 
-def _digits(value: float) -> str:
-    """4, 1.9, 0.03: no digits that nobody needs, and never a zero that is none."""
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+def _digits(value: float, places: int) -> str:
+    """1.9, 0.03: with so many places, and more for what they would make a zero of."""
+    return f"{value:.{places}f}" if value == 0 or round(value, places) > 0 else f"{value:.1g}"

@@ -28,7 +28,7 @@ def summed(rows, **options) -> dict:
         ("no gain", {"effect": 0.0}, "so a gain of 1% or more is ruled out, and so is a loss of that size; at equal"),
         ("no gain", {"effect": -0.004}, "No gain from contrast-aware training at alpha 0.3: L changes by -"),
         ("hurts", {"effect": -0.05}, "so it hurts; at equal approximation error"),
-        ("undecided", {"effect": 0.0, "prompts": 6, "noise": 0.1}, "neither shows a gain nor rules out one"),
+        ("undecided", {"effect": 0.0, "prompts": 25, "noise": 0.2}, "neither shows a gain nor rules out one"),
         ("undecided", {"effect": 0.0, "seed_deviation": 0.05}, "neither shows a gain nor rules out one"),
         ("no gain", {"effect": 0.0, "seeds": (0,)}, "No gain from contrast-aware training at alpha 0.3"),
     ],

@@ -7,8 +7,7 @@ import pytest
 
 from diagnostics.position_summary import length_gain
 from diagnostics.resampling import Change, Interval
-from diagnostics.verdicts import VERDICTS, headroom, headroom_clause, judge, verdict_sentence
-
+from diagnostics.verdicts import VERDICTS, headroom, headroom_clause, judge, least_resamples, verdict_sentence
 
 QUANTILES = np.array([NormalDist().inv_cdf((place + 0.5) / 4000) for place in range(4000)])
 
@@ -63,15 +62,32 @@ def test_a_grid_is_corrected_for_its_size():
     assert among[0].p_above >= judge([close])[0].p_above * 5
 
 
+def test_a_grid_needs_resamples_enough_to_be_decided():
+    """A change that no resample contradicts is decided with the least number, and could not be with a sixth of it."""
+    for comparisons in (1, 12, 100):
+        least = least_resamples(comparisons)
+        for count, verdict in ((least, "helps"), (least // 6, "undecided")):
+            draws = np.full(count, 0.05)
+            grid = [Change(0.05, draws, draws, 100, 1)] * comparisons
+            assert {one.verdict for one in judge(grid)} == {verdict}
+
+
 def test_tost_is_the_larger_of_two_tests():
     inside, shifted = judge([normal(0.0, 0.003)])[0], judge([normal(-0.02, 0.003)])[0]
     assert inside.p_equivalent < 0.01 and inside.gain_ruled_out and inside.loss_ruled_out
     assert shifted.p_equivalent > 0.99 and shifted.gain_ruled_out and not shifted.loss_ruled_out
 
 
-def test_one_prompt_decides_nothing():
+def test_few_prompts_decide_nothing():
+    """However sure they look: five prompts drawn with replacement do not know what a sixth would do."""
     nothing = Change(0.5, None, None, 1, 1)
     assert judge([nothing])[0].verdict == "undecided"
+    for estimate in (-0.5, 0.0, 0.5):
+        draws = estimate + 1e-4 * QUANTILES
+        few, enough = (judge([Change(estimate, draws, draws, prompts, 1)])[0] for prompts in (19, 20))
+        assert few.verdict == "undecided" != enough.verdict and not few.gain_ruled_out
+    found = Interval(0.5, 0.4, 0.6, 19).as_dict()
+    assert "19 prompts are too few to tell" in verdict_sentence("undecided", 0.3, found, False)
 
 
 @pytest.mark.parametrize("true, wrong", [(0.01, "no gain"), (0.0, "helps"), (0.0, "hurts")])
@@ -91,8 +107,8 @@ def test_sentences():
         return verdict_sentence(verdict, 0.3, Interval(estimate, low, high, 100).as_dict(), loss_ruled_out)
 
     assert said("no gain", -0.021, -0.008, 0.004) == (
-        "No gain from contrast-aware training at alpha 0.3: L changes by -0.8% [-2.1, +0.4], so a gain of 1% or more is "
-        "ruled out"
+        "No gain from contrast-aware training at alpha 0.3: L changes by -0.8% [-2.1, +0.4], so a gain of 1% or more "
+        "is ruled out"
     )
     assert said("no gain", -0.004, 0.0, 0.004, loss_ruled_out=True).endswith("and so is a loss of that size")
     assert said("helps", 0.01, 0.024, 0.038).startswith("A gain from contrast-aware training at alpha 0.3")
@@ -113,6 +129,8 @@ def test_headroom_is_a_gain_per_token_turned_into_length():
     realised = Interval(0.0012, -0.001, 0.0034, 100).as_dict()
     assert headroom_clause(0.019, 0.04, realised) == (
         "at equal approximation error, aiming at the contrast could add at most 1.9 points of per-token acceptance "
-        "(4% of L); realised were +0.12 [-0.10, +0.34]"
+        "(4% of L); realised: +0.12 [-0.10, +0.34]"
     )
+    assert "at most 0.03 points" in headroom_clause(0.0003, 0.0006, None)
+    assert "at most 1.0 points of per-token acceptance (0.06% of L)" in headroom_clause(0.01, 0.0006, None)
     assert "% of L" not in headroom_clause(0.5, headroom(0.0, 0.5, 5)["share_of_length"], None)
