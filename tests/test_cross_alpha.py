@@ -26,13 +26,13 @@ from diagnostics.records import read_records
 from diagnostics.replay_check import first_draft_gap
 from diagnostics.shared_history import draft_sums, headroom_sums
 
-ALPHAS, TOKENS = [0.0, 0.5], 16
+ALPHAS, TOKENS = [0.0, 0.5], 14
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A tiny pair, a matched family of four dual-input heads, three controls of one head and a plain head."""
-    folder = make_world(tmp_path_factory.mktemp("world"), prompts=4)
+    folder = make_world(tmp_path_factory.mktemp("world"), prompts=3)
     tiny.save_tiny(folder / "amateur", "smol", seed=100, layers=AMATEUR_LAYERS)  # deep enough to be read
     often = frequent_ids(folder)
     make_family(folder / "family", ids=often)
@@ -69,14 +69,14 @@ def flags(world, output, *more, controls=("expert_only", "amateur_zeroed", "amat
 def run(world, tmp_path_factory):
     """One finished run, with every prompt decoded for real too."""
     output = tmp_path_factory.mktemp("run") / "out"
-    assert entry.main(flags(world, output, "--decode=4")) == 0
+    assert entry.main(flags(world, output, "--decode=3")) == 0
     return output
 
 
 def test_rows_are_what_decoding_gives(world, run):
     """Every drafter that decodes, at every alpha: the rounds of the table are the loop's."""
     rows = read_records(run / "replays.parquet", "replays").rows
-    assert len(rows) == 4 * len(ALPHAS) * (4 + 3 + 1) and set(rows["group"]) >= {"family", "head", "expert_only"}
+    assert len(rows) == 3 * len(ALPHAS) * (4 + 3 + 1) and set(rows["group"]) >= {"family", "head", "expert_only"}
     places = find_places([str(world / "family")], [str(world / "expert_only"), str(world / "head")])
     pair, members = load_members(str(world / "expert"), str(world / "amateur"), places, "float32", "cpu")
     prompts, stops = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"))
@@ -84,7 +84,7 @@ def test_rows_are_what_decoding_gives(world, run):
     for member in members:
         for alpha in ALPHAS:
             settings = Settings(Target(alpha=alpha, temperature=0.0), TOKENS, stops, gamma=3)
-            made = decode(assemble(member.method, pair, member.head), prompts, settings, max_batch=4)
+            made = decode(assemble(member.method, pair, member.head), prompts, settings, max_batch=3)
             own = (rows["group"] == member.place.group) & (rows["drafter"] == member.place.name)
             part = rows[own & (rows["infer_alpha"] == alpha)].set_index("prompt_id")
             for prompt, generation in zip(prompts, made, strict=True):
@@ -98,10 +98,10 @@ def test_rows_are_what_decoding_gives(world, run):
 
 def test_it_checks_itself_against_decoding_and_says_what_it_found(run):
     found = json.loads((run / "metrics.json").read_text())
-    assert found["decoded"] == {"checked": 8, "equal": 8, "near-tie": 0, "different": 0}
+    assert found["decoded"] == {"checked": 6, "equal": 6, "near-tie": 0, "different": 0}
     assert [entry["infer_alpha"] for entry in found["verdicts"]] == [0.5]
     assert found["train_alphas"] == found["infer_alphas"] == ALPHAS and found["seeds"] == [0, 1]
-    assert found["pair"] == "expert / amateur" and found["prompts"] == 4
+    assert found["pair"] == "expert / amateur" and found["prompts"] == 3
     controls = {(control["group"], control["input"]) for control in found["controls"]}
     assert controls == {(name, name) for name in ("expert_only", "amateur_zeroed", "amateur_shuffled")} | {
         ("head", "expert_only")
@@ -167,10 +167,10 @@ def test_a_stopped_run_goes_on(world, run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(entry, "measure_batch", stopped)
     with pytest.raises(KeyboardInterrupt):
-        entry.main(flags(world, tmp_path / "out", "--decode=4"))
+        entry.main(flags(world, tmp_path / "out", "--decode=3"))
     calls.clear()
     calls.extend([0] * 10)
-    entry.main(flags(world, tmp_path / "out", "--decode=4"))
+    entry.main(flags(world, tmp_path / "out", "--decode=3"))
     assert len(calls) == 12, "two of four batches were kept"
     whole, resumed = (read_records(folder / "replays.parquet", "replays").rows for folder in (run, tmp_path / "out"))
     pd.testing.assert_frame_equal(whole, resumed)
