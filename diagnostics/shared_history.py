@@ -7,6 +7,8 @@ TV(p, pi) for sampled drafts, argmax p != argmax pi at T = 0. All as sums over t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,16 +22,29 @@ from diagnostics.members import Member, Text
 ROWS = 64  # rows of the whole vocabulary worked on at once
 
 
-def draft_sums(
-    log_draft: Float[Tensor, "row draft_vocab"],
-    log_target: Float[Tensor, "row vocab"],
-    target_ids: Int[Tensor, " draft_vocab"],
-) -> dict[str, float]:
-    """Sums over rows: `acceptance`, sum over x of min(e, pi), and `top1`; e is 0 outside the draft vocabulary."""
-    kept = log_target[:, target_ids]
-    accepted = torch.minimum(log_draft.exp(), kept.exp()).sum()
-    agreed = target_ids[log_draft.argmax(-1)] == log_target.argmax(-1)
-    return {"acceptance": float(accepted), "top1": float(agreed.sum())}
+@dataclass(frozen=True)
+class FirstDrafts:
+    """What one drafter would draft first at every root: its law over `ids`, and its best token."""
+
+    law: Float[Tensor, "row draft_vocab"]
+    best: Int[Tensor, " row"]
+    ids: Int[Tensor, " draft_vocab"]
+
+    @classmethod
+    def of(cls, logits: Float[Tensor, "row draft_vocab"], ids: Int[Tensor, " draft_vocab"]) -> FirstDrafts:
+        return cls(logits.softmax(-1), ids[logits.argmax(-1)], ids)
+
+    def sums(
+        self, rows: Tensor | slice, kept: Float[Tensor, "some draft_vocab"], best: Int[Tensor, " some"]
+    ) -> dict[str, float]:
+        """Sums over some rows: `acceptance`, sum over x of min(e, pi), and `top1`; e is 0 outside the draft vocabulary.
+
+        Args:
+            kept: the target's probabilities at `ids`.
+            best: the target's best tokens.
+        """
+        accepted = torch.minimum(self.law[rows], kept).sum()
+        return {"acceptance": float(accepted), "top1": float((self.best[rows] == best).sum())}
 
 
 def headroom_sums(log_expert: Float[Tensor, "row vocab"], log_target: Float[Tensor, "row vocab"]) -> dict[str, float]:
@@ -50,6 +65,7 @@ def measure_text(pair: Pair, members: list[Member], text: Text, alphas: list[flo
     if len(roots) == 0:
         return found
     drafts = [_first_drafts(pair, member, text) for member in members]
+    groups = _by_vocabulary(drafts)
     for rows in torch.arange(len(roots), device=roots.device).split(ROWS):
         # row r of a model predicts the token after position r, which is what root r drafts first
         log_p, log_q = (
@@ -58,16 +74,29 @@ def measure_text(pair: Pair, members: list[Member], text: Text, alphas: list[flo
         )
         for sums, alpha in zip(found, alphas, strict=True):
             log_pi = target_log_probs([log_p, log_q], Target(alpha=alpha))
-            ceilings = headroom_sums(log_p, log_pi)
-            for entry, (log_e, ids) in zip(sums, drafts, strict=True):
-                for name, value in (ceilings | draft_sums(log_e[rows], log_pi, ids)).items():
-                    entry[name] += value
+            ceilings, target, best = headroom_sums(log_p, log_pi), log_pi.exp(), log_pi.argmax(-1)
+            for group in groups:
+                kept = target[:, drafts[group[0]].ids]
+                for index in group:
+                    for name, value in (ceilings | drafts[index].sums(rows, kept, best)).items():
+                        sums[index][name] += value
     return found
 
 
-def _first_drafts(pair: Pair, member: Member, text: Text) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the first draft at every root, and the vocabulary ids of their columns."""
+def _first_drafts(pair: Pair, member: Member, text: Text) -> FirstDrafts:
     vocab = pair.expert.vocab
     logits = next(teacher_forced(member.head, pair.expert.embedding, member.rollout(text), 1, vocab))
     ids = member.head.target_ids
-    return logits.log_softmax(-1), ids[ids < vocab]
+    return FirstDrafts.of(logits, ids[ids < vocab])
+
+
+def _by_vocabulary(drafts: list[FirstDrafts]) -> list[list[int]]:
+    """Indices of drafters with the same draft vocabulary, for which the target is cut to it once."""
+    groups: list[list[int]] = []
+    for index, draft in enumerate(drafts):
+        own = next((group for group in groups if torch.equal(drafts[group[0]].ids, draft.ids)), None)
+        if own is None:
+            groups.append([index])
+        else:
+            own.append(index)
+    return groups
