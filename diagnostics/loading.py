@@ -35,10 +35,11 @@ def short_name(path: str) -> str:
     return _HASH.sub("", own)
 
 
-def inputs_key(prompts: str, *models: str) -> dict[str, str]:
-    """What a partial result is keyed by: the prompts' hash, and fingerprints of models in local folders."""
+def inputs_key(prompts: str | list[str], *models: str) -> dict:
+    """What a partial result is keyed by: hashes of the prompt files, and fingerprints of models in local folders."""
     folders = [model for model in models if model and Path(model).is_dir()]
-    return {"prompts": file_hash(prompts)} | {folder: fingerprint(folder) for folder in folders}
+    hashes = file_hash(prompts) if isinstance(prompts, str) else [file_hash(path) for path in prompts]
+    return {"prompts": hashes} | {folder: fingerprint(folder) for folder in folders}
 
 
 def fingerprint(folder: str) -> str:

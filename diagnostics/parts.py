@@ -8,9 +8,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from dcd_core.config import save_run
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash, write_json_atomic
+from dcd_core.processes import Ranks, barrier
 from dcd_core.progress import Bar
 
 
@@ -50,6 +52,18 @@ class Parts:
             raise UserError(f"{path} is damaged; delete it, and the same command makes it again") from None
 
 
+def begin(config, argv: list[str] | None, settings, ranks: Ranks) -> tuple[Parts, Path]:
+    """The pieces of a run and its folder, begun by the first rank before any other looks at them.
+
+    `config` has `output` and `overwrite`; `settings` is what decides the results (see `Parts`).
+    """
+    if ranks.first:
+        parts = Parts(config.output, settings, config.overwrite)
+        save_run(config.output, config, argv, config.overwrite)
+    barrier()
+    return parts if ranks.first else Parts(config.output, settings), Path(config.output)
+
+
 def at_every_alpha(
     prompts: list[Prompt],
     alphas: list[float],
@@ -57,19 +71,38 @@ def at_every_alpha(
     parts: Parts,
     label: str,
     measure: Callable[[list[Prompt], float], object],
+    ranks: Ranks | None = None,
+    group: str = "",
 ) -> list:
     """`measure(batch, alpha)` of every batch of `size` prompts at every alpha, in order; batches measured before a stop
-    are taken as they are."""
-    pieces = []
-    with Bar(len(prompts) * len(alphas), label, unit="prompts") as bar:
-        for alpha in alphas:
-            for start in range(0, len(prompts), size):
-                batch = prompts[start : start + size]
-                name = f"alpha{alpha:g}-{content_hash([prompt.id for prompt in batch])[:16]}"
-                piece = parts.get(name)
-                if piece is None:
-                    piece = measure(batch, alpha)
-                    parts.put(name, piece)
-                pieces.append(piece)
-                bar.update(len(batch), f"alpha {alpha:g}")
-    return pieces
+    are taken as they are.
+
+    Several ranks share the batches out and store what they measure; batches are the same as for one rank, and so are
+    the results. The first rank returns all of them once every rank is done, the others return nothing. The ranks must
+    see the same folder.
+
+    Args:
+        group: name of the data set, where a run has several whose prompts may have equal ids.
+    """
+    rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
+    batches = [(alpha, prompts[start : start + size]) for alpha in alphas for start in range(0, len(prompts), size)]
+    mine = batches[rank::world]
+    pieces = {}
+    with Bar(sum(len(batch) for _, batch in mine), label, unit="prompts") as bar:
+        for alpha, batch in mine:
+            name = _piece(alpha, batch, group)
+            pieces[name] = parts.get(name)
+            if pieces[name] is None:
+                pieces[name] = measure(batch, alpha)
+                parts.put(name, pieces[name])
+            bar.update(len(batch), f"alpha {alpha:g}")
+    barrier()
+    if rank:
+        return []
+    names = [_piece(alpha, batch, group) for alpha, batch in batches]
+    return [pieces[name] if name in pieces else parts.get(name) for name in names]
+
+
+def _piece(alpha: float, batch: list[Prompt], group: str) -> str:
+    ids = [prompt.id for prompt in batch]
+    return f"alpha{alpha:g}-{content_hash([group, ids] if group else ids)[:16]}"

@@ -1,23 +1,28 @@
 """From a positions table to buckets, cells and shares with prompt-cluster intervals. No torch.
 
-The contrast-aligned draft is the oracle one: e corrected by the true amateur, so it has no error of its own on the
-amateur's side. Its gains bound from above what a drafter could win by knowing the contrast at the expert-aligned
-drafter's own error.
+Contrast-aligned drafts come in kinds. The oracle one is e corrected by the true amateur, so it has no error of its own
+on the amateur's side; the dual one is e corrected by f, a drafter aligned with the amateur; the direct one comes from a
+head trained on the contrast. Their gains are over e. The stronger proposer's is over itself without the correction.
+Pooling is by count: every position weighs the same, whatever its pair, data set or contrast strength.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pandas as pd
 
 from dcd_core.errors import UserError
-from diagnostics.resampling import RESAMPLES, Interval, cluster_mean, group_sums, resampled_sums
+from diagnostics.resampling import RESAMPLES, Interval, group_sums, resampled_sums
 
 # Buckets of [DCD, Figs. 2 and 7], in nats, for the signal and the drafter's error alike.
 EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, np.inf)
 BUCKETS = len(EDGES) - 1
 FEW = 100  # cells with fewer positions are marked
 SIGNAL_LIMIT, ERROR_LIMIT = 1.0, 2.0  # the paper's two headline shares: signal below 1 nat, KL(e||p) of 2 nats or more
+
+KINDS = {"direct": "direct", "dual": "dual", "oracle": "oracle", "stronger": "stronger proposer"}
+"""Contrast-aligned drafts by the beginning of their columns, and what a reader calls them."""
+BASE = {"stronger": "stronger_plain"}  # what each is compared with; all others with e ("target")
 
 MEANS = (
     "signal",
@@ -41,14 +46,47 @@ MEANS = (
     "oracle_tv",
     "oracle_top1",
 )
+OPTIONAL_MEANS = (
+    "amateur_error",
+    *(f"{kind}_{end}" for kind in ("dual", "exact_expert", "direct", "stronger") for end in ("kl", "tv", "top1")),
+    "dual_closer",
+    "stronger_error",
+    "var_signal",
+    "var_error",
+    "var_amateur_error",
+    "cov_signal_error",
+    "cov_errors",
+    "rule_left",
+    "rule_right",
+)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Positions in the cells of a grid, and the mean of a value in each with its 95% interval; all [rows, columns].
+
+    Means and intervals are NaN where a cell has no position, and intervals where it has only one prompt.
+    """
+
+    counts: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    @property
+    def few(self) -> np.ndarray:
+        """Cells with positions, but fewer than 100 of them."""
+        return (self.counts > 0) & (self.counts < FEW)
+
+    @property
+    def sure(self) -> np.ndarray:
+        """Cells whose interval excludes 0."""
+        return (self.low > 0) | (self.high < 0)
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Positions by drafter error (rows) and signal (columns): counts, and means with 95% intervals, all [7, 7].
-
-    Means and intervals are NaN where a cell has no position, and intervals where it has only one prompt.
-    """
+    """Positions by drafter error (rows) and signal (columns): counts, and gains with 95% intervals, all [7, 7]."""
 
     counts: np.ndarray
     gain_top1: np.ndarray
@@ -66,7 +104,7 @@ class Cells:
 
 def bucket(values) -> np.ndarray:
     """Index of each value's bucket in EDGES; a value on an edge belongs to the bucket above it."""
-    return np.searchsorted(EDGES[1:-1], np.asarray(values), side="right")
+    return np.searchsorted(EDGES[1:-1], np.asarray(values, dtype=float), side="right")
 
 
 def bucket_labels() -> list[str]:
@@ -75,45 +113,83 @@ def bucket_labels() -> list[str]:
 
 
 def clusters(rows: pd.DataFrame) -> np.ndarray:
-    """The resampling unit of each row: its prompt, the same one at every alpha."""
-    return (rows["dataset"].astype(str) + "\x1f" + rows["prompt_id"].astype(str)).to_numpy()
+    """Number of the resampling unit of each row: its prompt, the same one at every alpha and for every pair."""
+    return rows.groupby(["dataset", "prompt_id"]).ngroup().to_numpy()
 
 
-def gains(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """dTop1 and d acceptance per position: what the contrast-aligned draft adds to the expert-aligned one."""
-    top1 = rows["oracle_top1"].to_numpy(dtype=float) - rows["target_top1"].to_numpy(dtype=float)
-    return top1, (rows["target_tv"] - rows["oracle_tv"]).to_numpy(dtype=float)
+def kinds_in(rows: pd.DataFrame) -> list[str]:
+    """The contrast-aligned drafts that some of the rows have."""
+    return [kind for kind in KINDS if f"{kind}_tv" in rows and rows[f"{kind}_tv"].notna().any()]
 
 
-def cells(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> Cells:
-    """Bin positions by signal and drafter error; means per cell with cluster-bootstrap intervals over prompts."""
-    cell = bucket(rows["error_reverse"]) * BUCKETS + bucket(rows["signal"])
-    top1, acceptance = gains(rows)
-    inside = np.zeros((len(rows), BUCKETS * BUCKETS))
-    inside[np.arange(len(rows)), cell] = 1.0
-    columns = np.concatenate([inside, inside * top1[:, None], inside * acceptance[:, None]], axis=1)
-    ids, sums = group_sums(clusters(rows), columns)
-    count, *totals = np.split(sums.sum(0), 3)
+def having(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """The rows that have a draft of this kind."""
+    return rows[rows[f"{kind}_tv"].notna()] if f"{kind}_tv" in rows else rows.iloc[:0]
+
+
+def gains(rows: pd.DataFrame, kind: str = "oracle") -> tuple[np.ndarray, np.ndarray]:
+    """dTop1 and d acceptance per position, NaN where there is no such draft: what a contrast-aligned draft adds to the
+    one that it is compared with."""
+    base = BASE.get(kind, "target")
+    top1 = _floats(rows[f"{kind}_top1"]) - _floats(rows[f"{base}_top1"])
+    return top1, _floats(rows[f"{base}_tv"]) - _floats(rows[f"{kind}_tv"])
+
+
+def binned(
+    rows: pd.DataFrame,
+    row: np.ndarray,
+    column: np.ndarray,
+    shape: tuple[int, int],
+    values: list[np.ndarray],
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> list[Grid]:
+    """Positions binned by two indices, and the mean of each of some values per cell, with cluster-bootstrap intervals
+    over prompts; resamples in which a cell is empty are left out of its interval."""
+    size = shape[0] * shape[1]
+    unit = clusters(rows)
+    prompts = int(unit.max(initial=-1)) + 1
+    place = unit * size + np.asarray(row) * shape[1] + np.asarray(column)
+
+    def sums(weights: np.ndarray | None = None) -> np.ndarray:
+        return np.bincount(place, weights, minlength=prompts * size).reshape(prompts, size).astype(float)
+
+    table = np.concatenate([sums(), *(sums(value) for value in values)], axis=1)
+    count, *totals = np.split(table.sum(0), len(values) + 1)
+    lone = (table[:, :size] > 0).sum(0) < 2
     with np.errstate(divide="ignore", invalid="ignore"):
-        means = [total / count for total in totals]
-        drawn = resampled_sums(sums, resamples, seed) if len(ids) > 1 else np.full((2, sums.shape[1]), np.nan)
-        drawn_count, *drawn_totals = np.split(drawn, 3, axis=1)
-        spreads = [_spread(total / drawn_count) for total in drawn_totals]
-    prompts = (np.split(sums, 3, axis=1)[0] > 0).sum(0)
-    shaped = [count.astype(int)]
-    for mean, (low, high) in zip(means, spreads, strict=True):
-        low, high = (np.where(prompts > 1, edge, np.nan) for edge in (low, high))
-        shaped += [mean, low, high]
-    return Cells(*(part.reshape(BUCKETS, BUCKETS) for part in shaped))
+        drawn = resampled_sums(table, resamples, seed) if prompts > 1 else np.full((2, table.shape[1]), np.nan)
+        drawn_count, *drawn_totals = np.split(drawn, len(values) + 1, axis=1)
+        found = []
+        for total, drawn_total in zip(totals, drawn_totals, strict=True):
+            low, high = (np.where(lone, np.nan, edge) for edge in _spread(drawn_total / drawn_count))
+            parts = (count.astype(int), total / count, low, high)
+            found.append(Grid(*(part.reshape(shape) for part in parts)))
+    return found
+
+
+def cells(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0, kind: str = "oracle") -> Cells:
+    """Bin positions by drafter error and signal; gains of one kind of draft per cell, with their intervals.
+
+    The stronger proposer's own error stands in the place of the drafter's.
+    """
+    rows = having(rows, kind)
+    error = rows["stronger_error" if kind == "stronger" else "error_reverse"]
+    shape = (BUCKETS, BUCKETS)
+    top1, acceptance = binned(
+        rows, bucket(error), bucket(rows["signal"]), shape, list(gains(rows, kind)), resamples, seed
+    )
+    return Cells(top1.counts, *(getattr(grid, name.name) for grid in (top1, acceptance) for name in fields(Grid)[1:]))
 
 
 def _spread(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """95% interval per column, leaving out resamples in which the cell is empty."""
     low, high = np.full(drawn.shape[1], np.nan), np.full(drawn.shape[1], np.nan)
     some = np.isfinite(drawn).any(0)
-    if not some.any():
-        return low, high
-    low[some], high[some] = np.nanquantile(drawn[:, some], [0.025, 0.975], axis=0)
+    whole = np.isfinite(drawn).all(0)
+    for columns, quantile in ((whole, np.quantile), (some & ~whole, np.nanquantile)):
+        if columns.any():
+            low[columns], high[columns] = quantile(drawn[:, columns], [0.025, 0.975], axis=0)
     return low, high
 
 
@@ -124,42 +200,53 @@ def marginals(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def summarise(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> dict:
-    """Headline shares, gains of the oracle draft, acceptances and the mean of every quantity, with 95% intervals.
+    """Headline shares, gains of every kind of draft, acceptances and the mean of every quantity, with 95% intervals.
 
-    Returns a JSON-able dict; every entry but the counts is an Interval as a dict.
+    Returns a JSON-able dict; every entry but the counts is an Interval as a dict. A quantity that only some of the
+    positions have is averaged over those.
     """
-    prompts = clusters(rows)
-    top1, acceptance = gains(rows)
     values = {
         "share_signal_below_1": rows["signal"] < SIGNAL_LIMIT,
         "share_error_above_2": rows["error_reverse"] >= ERROR_LIMIT,
-        "gain_top1": top1,
-        "gain_acceptance": acceptance,
+        "share_gap_positive": rows["alignment_gap"] > 0,
         "acceptance_expert_aligned": 1 - rows["target_tv"],
-        "acceptance_contrast_aligned": 1 - rows["oracle_tv"],
         "top1_expert_aligned": rows["target_top1"],
-        "top1_contrast_aligned": rows["oracle_top1"],
-    } | {f"mean_{name}": rows[name] for name in MEANS}
-    if rows["amateur_error"].notna().all():
-        values["mean_amateur_error"] = rows["amateur_error"]
+    }
+    for kind in kinds_in(rows):
+        values[f"gain_top1_{kind}"], values[f"gain_acceptance_{kind}"] = gains(rows, kind)
+        values |= {f"acceptance_{kind}": 1 - _floats(rows[f"{kind}_tv"]), f"top1_{kind}": rows[f"{kind}_top1"]}
+    optional = [name for name in OPTIONAL_MEANS if name in rows and rows[name].notna().any()]
+    values |= {f"mean_{name}": rows[name] for name in (*MEANS, *optional)}
+    if "rule_left" in optional:
+        left, right = _floats(rows["rule_left"]), _floats(rows["rule_right"])
+        values["share_rule_says_dual"] = np.where(np.isnan(left), np.nan, left > right)
+    prompts = clusters(rows)
     found = {"positions": len(rows), "prompts": len(np.unique(prompts))}
-    table = np.stack([np.asarray(column, dtype=float) for column in values.values()], axis=1)
-    for name, interval in zip(values, _means(prompts, table, resamples, seed), strict=True):
+    table = np.stack([_floats(column) for column in values.values()], axis=1)
+    for name, interval in zip(values, means(prompts, table, resamples, seed), strict=True):
         found[name] = interval.as_dict()
     signal, error = marginals(rows)
     return found | {"signal_shares": signal.tolist(), "error_shares": error.tolist()}
 
 
-def _means(prompts: np.ndarray, table: np.ndarray, resamples: int, seed: int) -> list[Interval]:
-    """Cluster means of many columns from one set of resamples."""
-    ids, sums = group_sums(prompts, np.concatenate([np.ones((len(table), 1)), table], axis=1))
+def means(prompts: np.ndarray, table: np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> list[Interval]:
+    """Mean of every column of a table over the rows where it is not NaN, with cluster intervals from one set of
+    resamples. Raises UserError for a column without any value."""
+    there = ~np.isnan(table)
+    if not there.any(0).all():
+        raise UserError("a quantity has no value at any position")
+    ids, sums = group_sums(prompts, np.concatenate([there, np.where(there, table, 0.0)], axis=1))
+    count, total = np.split(sums.sum(0), 2)
     if len(ids) < 2:
-        return [cluster_mean(prompts, column) for column in table.T]
-    drawn = resampled_sums(sums, resamples, seed)
-    low, high = np.quantile(drawn[:, 1:] / drawn[:, :1], [0.025, 0.975], axis=0)
-    total = sums.sum(0)
-    edges = zip(total[1:] / total[0], low, high, strict=True)
-    return [Interval(float(mean), float(below), float(above), len(ids)) for mean, below, above in edges]
+        return [Interval(float(mean), None, None, len(ids)) for mean in total / count]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn_count, drawn = np.split(resampled_sums(sums, resamples, seed), 2, axis=1)
+        low, high = _spread(drawn / drawn_count)
+    edges = zip(total / count, low, high, (sums[:, : len(count)] > 0).sum(0), strict=True)
+    return [
+        Interval(float(mean), *((float(below), float(above)) if units > 1 else (None, None)), int(units))
+        for mean, below, above, units in edges
+    ]
 
 
 def summarise_by_alpha(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, dict]:
@@ -177,3 +264,8 @@ def length_gain(acceptance: float, headroom: float, gamma: int) -> float:
     """
     raised = min(1.0, acceptance + headroom)
     return sum(raised**i - acceptance**i for i in range(1, gamma + 1))
+
+
+def _floats(values) -> np.ndarray:
+    """Numbers or flags, perhaps with nulls, as floats."""
+    return np.asarray(pd.Series(values).astype(float), dtype=float)

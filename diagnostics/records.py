@@ -1,8 +1,9 @@
 """Typed tables on disk: one parquet file per table, with units, provenance and a content hash.
 
-Two tables exist so far. `ROUNDS` holds one row per speculative round (counts and seconds), `POSITIONS` one row per
-teacher-forced position (nats and probabilities). Every reader checks names, types, missing values and finiteness, so
-whatever draws or sums afterwards need not. No torch here: the report is built on machines without it.
+`ROUNDS` holds one row per speculative round (counts and seconds), `POSITIONS` one row per teacher-forced position (nats
+and probabilities), `REPLAYS` one row per prompt and drafter of a cross-alpha matrix (counts and sums). Every reader
+checks names, types, missing values and finiteness, so whatever draws or sums afterwards need not. No torch here: the
+report is built on machines without it.
 """
 
 import hashlib
@@ -62,6 +63,23 @@ def _flag(name: str, meaning: str, optional: bool = False) -> Column:
     return Column(name, pa.bool_(), "", meaning, optional=optional)
 
 
+def _sum(name: str, meaning: str) -> Column:
+    return Column(name, pa.float64(), "positions", f"sum over positions {meaning}", low=-1e-3)
+
+
+def _moment(name: str, meaning: str, low: float | None = None) -> Column:
+    return Column(name, pa.float64(), "nats²", meaning, low=low, optional=True)
+
+
+def _against_target(name: str, draft: str, optional: bool = True) -> tuple[Column, ...]:
+    """How near one kind of draft is to the target: divergence, distance, and whether both choose the same token."""
+    return (
+        _nats(f"{name}_kl", f"KL({draft}||pi)", optional=optional),
+        _mass(f"{name}_tv", f"TV({draft}, pi)", optional=optional),
+        _flag(f"{name}_top1", f"argmax {draft} == argmax pi", optional=optional),
+    )
+
+
 ROUNDS = (
     _text("run", "which run of the method: contrast strength and repeat, e.g. 'alpha=0.1 repeat=0'"),
     _text("method", "name in dcd_core.methods.METHODS"),
@@ -79,8 +97,10 @@ ROUNDS = (
     _count("amateur_passes", "passes of the amateur: 0 where it was not asked, more than one where it drafts"),
 )
 
-# Symbols: p expert, q amateur, e first-step draft of the expert-aligned head, pi the contrastive target,
-# o(x) ~ e^(1+alpha) q^(-alpha) the oracle contrast-aligned draft on the draft vocabulary.
+# Symbols: p expert, q amateur, pi the contrastive target, e first-step draft of the expert-aligned head, f that of a head
+# aligned with the amateur, c that of a head trained on the contrast, r a full model in place of e. [a, b] is the
+# contrast of two rows, ~ a^(1+alpha) b^(-alpha): o = [e, q] is the oracle draft, [e, f] the dual one.
+# s = log p/q, u = log e/p, v = log f/q; Var and Cov are taken under pi on the draft vocabulary.
 POSITIONS = (
     _text("pair", "expert / amateur / drafter"),
     _text("dataset", "name of the prompt set"),
@@ -106,12 +126,50 @@ POSITIONS = (
     _nats("amateur_error", "KL(f||q), f a drafter aligned with the amateur [DCD, Fig. 6]", optional=True),
     _nats("alignment_gap", "sum (e - q) log p/q [DCD, Def. B.2]", low=None),
     _mass("tail_mass", "pi's mass minus p's mass outside {p >= .1 max p}", low=-1.0),
-    _nats("oracle_kl", "KL(o||pi)"),
-    _mass("oracle_tv", "TV(o, pi)"),
-    _flag("oracle_top1", "argmax o == argmax pi"),
+    *_against_target("oracle", "o", optional=False),
+    *_against_target("dual", "[e, f]"),
+    _flag("dual_closer", "KL([e, f]||pi) < KL(e||pi) [DCD, sec. 4.3]", optional=True),
+    *_against_target("exact_expert", "[p, f]"),
+    *_against_target("direct", "c"),
+    _nats("stronger_error", "KL(r||p)", optional=True),
+    *_against_target("stronger_plain", "r"),
+    *_against_target("stronger", "[r, q]"),
+    _moment("var_signal", "Var(s)", low=0.0),
+    _moment("var_error", "Var(u)", low=0.0),
+    _moment("var_amateur_error", "Var(v)", low=0.0),
+    _moment("cov_signal_error", "Cov(s, u)"),
+    _moment("cov_errors", "Cov(u, v)"),
+    _moment(
+        "rule_left", "Var(s) - 2/alpha Cov(s, u): the dual draft is nearer to pi than e where it is the larger side"
+    ),
+    _moment("rule_right", "(1 + 2/alpha) Var(u) + Var(v) - 2 (1 + 1/alpha) Cov(u, v)"),
 )
 
-TABLES: dict[str, tuple[Column, ...]] = {"rounds": ROUNDS, "positions": POSITIONS}
+# One row per prompt, infer-alpha and drafter. Rounds are replayed on infer-alpha's own rollout at T = 0; the sums over
+# positions are teacher-forced over one history that all drafters and infer-alphas share.
+REPLAYS = (
+    _text("pair", "expert / amateur"),
+    _text("dataset", "name of the prompt set"),
+    _text("prompt_id", "id of the prompt"),
+    Column("infer_alpha", pa.float64(), "", "contrast strength of the target drafted for", low=0.0),
+    _text("group", "'family' for the matched family, else the name of a control"),
+    _text("drafter", "name of the drafter within its group"),
+    _text("kind", "what drafts: 'eagle3' or 'dual_input'"),
+    _text("input", "what it reads beside the expert's features, see dcd_core.heads.family.INPUTS"),
+    Column("train_alpha", pa.float64(), "", "contrast strength of its training target", low=0.0),
+    _count("seed", "training seed"),
+    _count("rounds", "rounds of the replay"),
+    _count("accepted", "drafts accepted in them"),
+    _count("emitted", "tokens emitted in them"),
+    Column("history_alpha", pa.float64(), "", "contrast strength that wrote the shared history", low=0.0),
+    _count("positions", "positions of the shared history that a drafter would draft"),
+    _sum("acceptance", "of 1 - TV(e, pi), e the drafter's first-step draft"),
+    _sum("top1", "of [argmax e == argmax pi]"),
+    _sum("headroom_tv", "of TV(p, pi): the same for every drafter"),
+    _sum("headroom_flip", "of [argmax p != argmax pi]: the same for every drafter"),
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {"rounds": ROUNDS, "positions": POSITIONS, "replays": REPLAYS}
 
 
 @dataclass(frozen=True)
@@ -124,7 +182,7 @@ class Records:
 
 
 def schema(kind: str) -> pa.Schema:
-    """The arrow schema of a table ("rounds" or "positions"), units and meanings as field metadata."""
+    """The arrow schema of a table (a key of TABLES), units and meanings as field metadata."""
     fields = [
         pa.field(c.name, c.type, nullable=c.optional, metadata={"unit": c.unit, "meaning": c.meaning})
         for c in _columns(kind)
@@ -167,6 +225,7 @@ def write_records(path: Path | str, kind: str, columns: Mapping, provenance: Map
 def read_records(path: Path | str, kind: str) -> Records:
     """Read one table and check it whole: names, types, nulls, finiteness, ranges and the content hash.
 
+    Optional columns that an older table does not have are there as nulls.
     Raises UserError naming file and column.
     """
     path, expected = Path(path), schema(kind)
@@ -182,15 +241,19 @@ def read_records(path: Path | str, kind: str) -> Records:
     provenance = json.loads(raw)
     if provenance.get("kind") != kind:
         raise UserError(f"{path}: holds {provenance.get('kind')!r} records, not {kind!r}")
+    there = [field for field in expected if field.name in table.column_names]
     for field in expected:
-        if field.name not in table.column_names:
-            raise UserError(f"{path}: column '{field.name}' is missing; write the records again with this version")
+        if field.nullable or field in there:
+            continue
+        raise UserError(f"{path}: column '{field.name}' is missing; write the records again with this version")
+    for field in there:
         found = table.schema.field(field.name).type
         if found != field.type:
             raise UserError(f"{path}: column '{field.name}' holds {found}, not {field.type}")
-    table = table.select(expected.names)
+    written = table.select([field.name for field in there])
+    table = _completed(written, expected)
     _check(table, kind, path)
-    if content_hash(table) != provenance.get("content_hash"):
+    if content_hash(written) != provenance.get("content_hash"):
         raise UserError(f"{path}: the rows do not match the content hash in the file: it was changed after writing")
     return Records(kind, table.to_pandas(), provenance)
 
@@ -211,6 +274,15 @@ def content_hash(table: pa.Table) -> str:
             filled = column.fill_null(False if pa.types.is_boolean(column.type) else 0)
             digest.update(np.ascontiguousarray(filled.to_numpy(zero_copy_only=False)).tobytes())
     return digest.hexdigest()
+
+
+def _completed(table: pa.Table, expected: pa.Schema) -> pa.Table:
+    """The table with the optional columns that an earlier version did not write yet, as nulls."""
+    columns = [
+        table[field.name] if field.name in table.column_names else pa.nulls(table.num_rows, field.type)
+        for field in expected
+    ]
+    return pa.table(dict(zip(expected.names, columns, strict=True)))
 
 
 def _columns(kind: str) -> tuple[Column, ...]:
@@ -250,6 +322,8 @@ def _check(table: pa.Table, kind: str, path: Path) -> None:
             )
     if kind == "rounds":
         _check_rounds(table, path)
+    if kind == "replays":
+        _check_replays(table, path)
 
 
 def _check_rounds(table: pa.Table, path: Path) -> None:
@@ -258,3 +332,14 @@ def _check_rounds(table: pa.Table, path: Path) -> None:
         raise UserError(f"{path}: column 'accepted' exceeds 'drafted' in row {int(np.argmax(accepted > drafted))}")
     if (accepted > emitted).any():
         raise UserError(f"{path}: column 'accepted' exceeds 'emitted' in row {int(np.argmax(accepted > emitted))}")
+
+
+def _check_replays(table: pa.Table, path: Path) -> None:
+    positions = table["positions"].to_numpy() + 1e-3
+    for part, whole in (("accepted", table["emitted"].to_numpy()), *((name, positions) for name in SUMS)):
+        above = table[part].to_numpy() > whole
+        if above.any():
+            raise UserError(f"{path}: column '{part}' is impossibly large in row {int(np.argmax(above))}")
+
+
+SUMS = ("acceptance", "top1", "headroom_tv", "headroom_flip")

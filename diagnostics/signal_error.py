@@ -6,33 +6,32 @@
 For every alpha, vanilla contrastive decoding writes one greedy answer to each prompt. Over that fixed history
 expert, amateur and head are run once more, teacher-forced, and every quantity of `diagnostics.records.POSITIONS` is
 taken at every position that a drafter would draft (all but the answer's first token, which the prefill gives).
-Writes positions.parquet and metrics.json. A stopped run goes on where it was.
+
+Beside the oracle draft (the head corrected by the true amateur) stand, where they are given, `--direct_head`, trained
+on the contrast; `--amateur_head`, which with the head makes the dual draft; and `--stronger`, a full model in the head's
+place. Several prompt files are several data sets; several pairs are several runs, which the report pools.
+
+Under a launcher (`deepspeed diagnostics/signal_error.py ...`) the ranks share the prompts out, and the records are those
+of one rank. Writes positions.parquet and metrics.json. A stopped run goes on where it was.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
 
 from dataclasses import asdict, dataclass, field
 
-import torch
 from tabulate import tabulate
 
 from dcd_core.chat import template_arguments
-from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run, versions
-from dcd_core.contrast import Target
-from dcd_core.decode import Generation, Prompt, Settings, decode
-from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.loading import load_models
-from dcd_core.methods import assemble
-from dcd_core.models import Pair
+from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, versions
+from dcd_core.decode import Prompt
+from dcd_core.processes import Ranks, join
 from dcd_core.prompts import read_prompts
+from diagnostics.histories import History, Study, load_study, merged, roll_out
 from diagnostics.loading import inputs_key, short_name
-from diagnostics.parts import Parts, at_every_alpha
-from diagnostics.position_quantities import position_quantities
-from diagnostics.position_summary import summarise_by_alpha
+from diagnostics.parts import Parts, at_every_alpha, begin
+from diagnostics.position_summary import KINDS, summarise_by_alpha
 from diagnostics.records import read_records, write_records
 from diagnostics.wording import points
-
-ROWS = 64  # rows of the whole vocabulary worked on at once
 
 
 @dataclass
@@ -42,20 +41,26 @@ class Config:
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
     amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
     head: str = field(metadata={"help": "expert-aligned EAGLE3 head: folder or hub id"})
-    prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
+    prompts: list[str] = field(metadata={"help": "held-out prompts, JSONL {id, messages}; a data set a file"})
     output: str = field(metadata={"help": "folder for the records"})
     alphas: list[float] = field(
         default_factory=lambda: [0.1, 0.3, 0.5, 1.0], metadata={"help": "contrast strengths; one rollout set for each"}
     )
-    limit: int = field(default=0, metadata={"help": "use the first so many prompts (0: all)"})
+    amateur_head: str = field(default="", metadata={"help": "head aligned with the amateur: adds the dual draft"})
+    direct_head: list[str] = field(
+        default_factory=list,
+        metadata={"help": "head trained on the contrast, one for all alphas or one of each in their order"},
+    )
+    stronger: str = field(default="", metadata={"help": "full model in the head's place, beside the true amateur"})
+    limit: int = field(default=0, metadata={"help": "use the first so many prompts of each file (0: all)"})
     max_new_tokens: int = field(default=64, metadata={"help": "tokens of each rollout"})
     batch: int = field(
         default=8, metadata={"help": "prompts at a time; finished batches are kept when a run is stopped"}
     )
     dtype: str = field(default="float32", metadata={"help": "float32 or bfloat16"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
-    dataset: str = field(
-        default="", metadata={"help": "name of the prompt set in the records (default: the file's name)"}
+    dataset: list[str] = field(
+        default_factory=list, metadata={"help": "names of the prompt files in the records (default: the files' names)"}
     )
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
     resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
@@ -70,6 +75,16 @@ class Config:
             raise ValueError(f"--alphas names a contrast strength twice: {self.alphas}")
         if self.max_new_tokens < 2:
             raise ValueError("--max_new_tokens must be at least 2: an answer's first token is never drafted")
+        if not self.prompts or not all(self.prompts):
+            raise ValueError("--prompts needs a file of prompts, or several")
+        self.dataset = self.dataset or [short_name(path).removesuffix(".jsonl") for path in self.prompts]
+        if len(self.dataset) != len(self.prompts) or len(set(self.dataset)) < len(self.dataset):
+            raise ValueError(f"--dataset must name each file of --prompts once, got {self.dataset}")
+        if len(self.direct_head) not in (0, 1, len(self.alphas)):
+            raise ValueError(
+                f"--direct_head takes one head for all alphas or one of each; got {len(self.direct_head)} heads for "
+                f"{len(self.alphas)} alphas"
+            )
         refuse_below(self, batch=1, resamples=1, limit=0, seed=0)
 
 
@@ -78,22 +93,31 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
-    prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
-    pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
-    parts = Parts(config.output, result_settings(config), config.overwrite)
-    folder = save_run(config.output, config, argv, config.overwrite)
-    names = {
-        "pair": " / ".join(short_name(name) for name in (config.expert, config.amateur, config.head)),
-        "dataset": config.dataset or short_name(config.prompts).removesuffix(".jsonl"),
-    }
-    pieces = measure(pair, head, prompts, stops, config, parts)
-    columns = {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
-    columns |= {name: [value] * len(columns["position"]) for name, value in names.items()}
+    read = [read_prompts(path, config.expert, config.limit, **arguments) for path in config.prompts]
+    prompts = dict(zip(config.dataset, (found for found, _ in read), strict=True))
+    ranks = join(config.device)
+    study = load_study(
+        config.expert,
+        config.amateur,
+        config.head,
+        config.dtype,
+        str(ranks.device),
+        config.amateur_head,
+        config.direct_head,
+        config.stronger,
+    )
+    parts, folder = begin(config, argv, result_settings(config), ranks)
+    pieces = measure(study, prompts, read[0][1], config, parts, ranks)
+    if not ranks.first:
+        return 0
+    pair = " / ".join(short_name(name) for name in (config.expert, config.amateur, config.head))
+    columns = merged(pieces)
+    columns["pair"] = [pair] * len(columns["position"])
     provenance = {"settings": asdict(config), "versions": versions(), "git_sha": git_sha()}
     write_records(folder / "positions.parquet", "positions", columns, provenance)
     rows = read_records(folder / "positions.parquet", "positions").rows
     by_alpha = summarise_by_alpha(rows, config.resamples, config.seed)
-    finish_run(folder, names | {"by_alpha": by_alpha})
+    finish_run(folder, {"pair": pair, "dataset": ", ".join(config.dataset), "by_alpha": by_alpha})
     parts.remove()
     print_summary(by_alpha)
     return 0
@@ -102,68 +126,52 @@ def main(argv: list[str] | None = None) -> int:
 def result_settings(config: Config) -> dict:
     """What decides a batch's rows: settings and inputs, not where results go or how they are summed."""
     kept = {name: value for name, value in asdict(config).items() if name not in KEY_LEAVES_OUT}
-    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head)}
+    models = (config.expert, config.amateur, config.head, config.amateur_head, *config.direct_head, config.stronger)
+    # one direct head for all alphas does not depend on which they are
+    return kept | {"inputs": inputs_key(config.prompts, *models)} | alphas_of_heads(config)
 
 
-KEY_LEAVES_OUT = ("output", "overwrite", "alphas", "limit", "seed", "resamples", "dataset", "device")
+KEY_LEAVES_OUT = ("output", "overwrite", "alphas", "limit", "seed", "resamples", "device")
+
+
+def alphas_of_heads(config: Config) -> dict:
+    """Which alpha each direct head is measured at, where that is a matter."""
+    return {"alphas": config.alphas} if len(config.direct_head) > 1 else {}
 
 
 def measure(
-    pair: Pair, head: Eagle3Head, prompts: list[Prompt], stops: tuple[int, ...], config: Config, parts: Parts
+    study: Study,
+    prompts: dict[str, list[Prompt]],
+    stops: tuple[int, ...],
+    config: Config,
+    parts: Parts,
+    ranks: Ranks,
 ) -> list[dict[str, list]]:
-    """Columns of every batch of prompts at every alpha."""
-    longest = config.max_new_tokens
-    return at_every_alpha(
-        prompts,
-        config.alphas,
-        config.batch,
-        parts,
-        "signal and error",
-        lambda batch, alpha: measure_batch(pair, head, batch, stops, alpha, longest),
-    )
+    """Columns of every batch of prompts of every data set at every alpha."""
+    found = []
+    for dataset, some in prompts.items():
+
+        def one(batch: list[Prompt], alpha: float, dataset=dataset) -> dict[str, list]:
+            at = study.at(config.alphas.index(alpha))
+            return measure_batch(at, batch, stops, alpha, config.max_new_tokens)
+
+        label = "signal and error" if len(prompts) == 1 else f"signal and error, {dataset}"
+        pieces = at_every_alpha(some, config.alphas, config.batch, parts, label, one, ranks, dataset)
+        found += [piece | {"dataset": [dataset] * len(piece["position"])} for piece in pieces]
+    return found
 
 
 def measure_batch(
-    pair: Pair, head: Eagle3Head, prompts: list[Prompt], stops: tuple[int, ...], alpha: float, max_new_tokens: int
+    study: Study, prompts: list[Prompt], stops: tuple[int, ...], alpha: float, max_new_tokens: int
 ) -> dict[str, list]:
     """Greedy contrastive rollouts of some prompts, and the quantities at each of their positions, as columns."""
-    settings = Settings(target=Target(alpha=alpha, temperature=0.0), max_new_tokens=max_new_tokens, stop_ids=stops)
-    rollouts = decode(assemble("cd", pair), prompts, settings, max_batch=len(prompts))
-    columns: dict[str, list] = {}
-    for prompt, rollout in zip(prompts, rollouts, strict=True):
-        found = measure_rollout(pair, head, prompt, rollout, alpha)
-        count = len(found["position"])
-        found |= {"prompt_id": [prompt.id] * count, "rollout_alpha": [alpha] * count, "alpha": [alpha] * count}
-        for name, values in found.items():
-            columns.setdefault(name, []).extend(values)
-    return columns
-
-
-@torch.no_grad()
-def measure_rollout(pair: Pair, head: Eagle3Head, prompt: Prompt, rollout: Generation, alpha: float) -> dict[str, list]:
-    """The quantities at answer positions 1, 2, ... of one rollout.
-
-    Symbols of the text x: the token at place s is predicted by row s - 1 of expert and amateur, and drafted by row
-    s - 2 of the head, which pairs x_(s-1) with the expert's features at s - 2.
-    """
-    ids = torch.tensor([prompt.ids + rollout.ids], device=pair.expert.device)
-    places = torch.arange(len(prompt.ids) + 1, ids.shape[1], device=ids.device)
-    expert = pair.expert.forward_full(ids, features=True, logits=False)
-    amateur = pair.amateur.forward_full(ids, logits=False)
-    cache = head.new_cache(1, ids.shape[1])
-    states = head.step(pair.expert.embedding(ids[:, 1:]), head.fuse(expert.features[:, :-1]), cache)
-    columns = {"position": list(range(1, len(rollout.ids)))}
-    for some in places.split(ROWS):
-        found = position_quantities(
-            pair.expert.output_layer(expert.hidden[0, some - 1]),
-            pair.amateur.output_layer(amateur.hidden[0, some - 1]),
-            head.logits(states[0, some - 2]),
-            head.target_ids,
-            alpha,
-        )
-        for name, values in found.items():
-            columns.setdefault(name, []).extend(values.tolist())
-    return columns
+    found = []
+    for prompt, rollout in zip(prompts, roll_out(study.pair, prompts, stops, alpha, max_new_tokens), strict=True):
+        columns = History.read(study, prompt, rollout.ids).quantities(alpha)
+        count = len(columns["position"])
+        columns |= {"prompt_id": [prompt.id] * count, "rollout_alpha": [alpha] * count, "alpha": [alpha] * count}
+        found.append(columns)
+    return merged(found)
 
 
 def print_summary(by_alpha: dict[str, dict]) -> None:
@@ -173,16 +181,16 @@ def print_summary(by_alpha: dict[str, dict]) -> None:
         "KL(e||p) >= 2 nats": "share_error_above_2",
         "headroom TV(p, pi)": "mean_headroom_tv",
         "flipped choices": "mean_headroom_flip",
-        "oracle gain, acceptance": "gain_acceptance",
-        "oracle gain, top-1": "gain_top1",
         "acceptance of e": "acceptance_expert_aligned",
     }
-    table = [
-        [alpha, found["positions"], *(points(found[name]) for name in shown.values())]
-        for alpha, found in by_alpha.items()
-    ]
+    for kind, words in KINDS.items():
+        shown |= {f"{words} gain, acceptance": f"gain_acceptance_{kind}", f"{words} gain, top-1": f"gain_top1_{kind}"}
+    shown = {title: name for title, name in shown.items() if name in by_alpha["pooled"]}
+    alphas = list(by_alpha)
+    table = [[title, *(points(by_alpha[alpha][name]) for alpha in alphas)] for title, name in shown.items()]
+    table.insert(0, ["positions", *(str(by_alpha[alpha]["positions"]) for alpha in alphas)])
     print("percent of positions, or points; [95% interval over prompts]")
-    print(tabulate(table, headers=["alpha", "positions", *shown], disable_numparse=True))
+    print(tabulate(table, headers=["alpha", *alphas], disable_numparse=True))
 
 
 if __name__ == "__main__":

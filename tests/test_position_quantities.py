@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from dcd_core.divergence import acceptance
-from diagnostics.position_quantities import on_vocabulary, position_quantities
+from diagnostics.position_quantities import Proposal, on_vocabulary, position_quantities
 from diagnostics.records import POSITIONS
 
 VOCAB, ROWS = 24, 40
 IDS = torch.tensor([0, 1, 2, 3, 5, 8, 9, 13, 17, 20, 21, 23])
+OTHER = torch.tensor([0, 1, 3, 4, 8, 9, 11, 13, 20, 22])
+NOT_MEASURED = {"pair", "dataset", "prompt_id", "position", "rollout_alpha", "alpha"}
 
 
 def rows(seed: int, width: int, spread: float = 2.0) -> torch.Tensor:
@@ -24,10 +26,31 @@ def softmax(row):
     return weights / weights.sum()
 
 
-def naive(expert, amateur, draft, ids, alpha, amateur_draft):
+def draft(seed: int, ids: torch.Tensor = IDS) -> Proposal:
+    """Random rows of a drafter."""
+    return Proposal(rows(seed, len(ids)), ids)
+
+
+def kl(a, b):
+    return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)
+
+
+def tv(a, b):
+    return 0.5 * sum(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def contrast(a, b, alpha):
+    """[a, b], 0 where a or b is."""
+    both = (a > 0) & (b > 0)
+    found = np.zeros(len(a))
+    found[both] = a[both] ** (1 + alpha) * b[both] ** (-alpha)
+    return found / found.sum()
+
+
+def naive(expert, amateur, draft, ids, alpha):
     """One row, with plain sums over the vocabulary."""
     p, q = softmax(expert), softmax(amateur)
-    small, other = softmax(draft), softmax(amateur_draft)
+    small = softmax(draft)
     e, o = np.zeros(len(p)), np.zeros(len(p))
     pi = p ** (1 + alpha) * q ** (-alpha)
     pi /= pi.sum()
@@ -38,13 +61,6 @@ def naive(expert, amateur, draft, ids, alpha, amateur_draft):
     plausible = p >= 0.1 * p.max()
     ratio = np.log(p / q)
     kept = p[ids] / p[ids].sum()
-
-    def kl(a, b):
-        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)
-
-    def tv(a, b):
-        return 0.5 * sum(abs(x - y) for x, y in zip(a, b, strict=True))
-
     return {
         "signal": abs(math.log(p[best] / q[best])),
         "signal_applied": alpha * abs(math.log(p[best] / q[best])),
@@ -61,7 +77,6 @@ def naive(expert, amateur, draft, ids, alpha, amateur_draft):
         "target_kl": kl(e, pi),
         "target_tv": tv(e, pi),
         "target_top1": e.argmax() == best,
-        "amateur_error": kl(other, q[ids]),
         "alignment_gap": sum((e - q) * ratio),
         "tail_mass": pi[~plausible].sum() - p[~plausible].sum(),
         "oracle_kl": kl(o, pi),
@@ -70,35 +85,64 @@ def naive(expert, amateur, draft, ids, alpha, amateur_draft):
     }
 
 
+def naive_others(expert, amateur, draft, amateur_draft, direct, stronger, alpha):
+    """The quantities of one row's optional drafts; drafts are pairs of logits and ids."""
+    p, q, r = softmax(expert), softmax(amateur), softmax(stronger)
+    e, f, c = (np.zeros(len(p)) for _ in range(3))
+    for row, (logits, ids) in zip((e, f, c), (draft, amateur_draft, direct), strict=True):
+        row[ids] = softmax(logits)
+    pi = contrast(p, q, alpha)
+    both = (e > 0) & (f > 0)
+    weight = pi[both] / pi[both].sum()
+    s, u, v = (np.log(top[both] / under[both]) for top, under in ((p, q), (e, p), (f, q)))
+
+    def covariance(a, b):
+        return (weight * a * b).sum() - (weight * a).sum() * (weight * b).sum()
+
+    found = {"amateur_error": kl(f[f > 0], q[f > 0]), "stronger_error": kl(r, p)}
+    drafts = {
+        "dual": contrast(e, f, alpha),
+        "exact_expert": contrast(p, f, alpha),
+        "direct": c,
+        "stronger_plain": r,
+        "stronger": contrast(r, q, alpha),
+    }
+    for name, row in drafts.items():
+        found |= {f"{name}_kl": kl(row, pi), f"{name}_tv": tv(row, pi), f"{name}_top1": row.argmax() == pi.argmax()}
+    found["dual_closer"] = kl(drafts["dual"], pi) < kl(e, pi)
+    found |= {"var_signal": covariance(s, s), "var_error": covariance(u, u), "var_amateur_error": covariance(v, v)}
+    found |= {"cov_signal_error": covariance(s, u), "cov_errors": covariance(u, v)}
+    if alpha:
+        found["rule_left"] = covariance(s, s) - 2 / alpha * covariance(s, u)
+        found["rule_right"] = (1 + 2 / alpha) * covariance(u, u) + covariance(v, v)
+        found["rule_right"] -= 2 * (1 + 1 / alpha) * covariance(u, v)
+    return found
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 1.0])
 def test_every_quantity_equals_the_plain_sum(alpha):
-    expert, amateur = rows(1, VOCAB), rows(2, VOCAB)
-    draft, other = rows(3, len(IDS)), rows(4, len(IDS))
-    found = position_quantities(expert, amateur, draft, IDS, alpha, other)
-    measured = {c.name for c in POSITIONS} - {"pair", "dataset", "prompt_id", "position", "rollout_alpha", "alpha"}
-    assert set(found) == measured
+    expert, amateur, stronger = rows(1, VOCAB), rows(2, VOCAB), rows(8, VOCAB)
+    own, other, direct = draft(3), draft(4, OTHER), draft(9, IDS[:7])
+    found = position_quantities(expert, amateur, own, alpha, other, direct, stronger)
+    measured = {c.name for c in POSITIONS} - NOT_MEASURED
+    assert set(found) == (measured if alpha else measured - {"rule_left", "rule_right"})
     for row in range(ROWS):
-        wanted = naive(*(t[row].numpy() for t in (expert, amateur, draft)), IDS.numpy(), alpha, other[row].numpy())
+        whole = [t[row].numpy() for t in (expert, amateur)]
+        drafts = [(some.logits[row].numpy(), some.ids.numpy()) for some in (own, other, direct)]
+        wanted = naive(*whole, *drafts[0], alpha)
+        wanted |= naive_others(*whole, *drafts, stronger[row].numpy(), alpha)
+        assert set(wanted) == set(found)
         for name, value in wanted.items():
-            assert found[name][row].item() == pytest.approx(float(value), abs=1e-10), name
+            assert found[name][row].item() == pytest.approx(float(value), abs=1e-9), name
 
 
-def test_identities_of_lemma_b1_and_the_headroom_bound():
-    """[DCD, Lemma B.1]: KL(e||pi) = log Z + (1+a) KL(e||p) - a KL(e||q); and acceptance moves by at most TV(p, pi)."""
-    expert, amateur = rows(5, VOCAB), rows(6, VOCAB)
-    draft, alpha = rows(7, len(IDS)), 0.5
-    found = position_quantities(expert, amateur, draft, IDS, alpha)
-    log_p, log_q, log_e = (t.log_softmax(-1) for t in (expert, amateur, draft))
-    log_z = ((1 + alpha) * log_p - alpha * log_q).logsumexp(-1)
-    divergence_q = (log_e.exp() * (log_e - log_q[:, IDS])).sum(-1)
-    expected = log_z + (1 + alpha) * found["error_reverse"] - alpha * divergence_q
-    torch.testing.assert_close(found["target_kl"], expected)
-    moved = (found["target_tv"] - found["error_tv"]).abs()
-    assert (moved <= found["headroom_tv"] + 1e-12).all()
+def test_what_was_not_given_is_left_out():
+    found = position_quantities(rows(1, VOCAB), rows(2, VOCAB), draft(3), 0.5)
+    assert set(found) == {c.name for c in POSITIONS if not c.optional} - NOT_MEASURED
 
 
 def test_alpha_zero_leaves_nothing_to_gain():
-    found = position_quantities(rows(1, VOCAB), rows(2, VOCAB), rows(3, len(IDS)), IDS, 0.0)
+    found = position_quantities(rows(1, VOCAB), rows(2, VOCAB), draft(3), 0.0)
     for name in ("signal_kl", "headroom_tv", "headroom_greedy", "tail_mass"):
         assert found[name].abs().max() < 1e-12, name
     assert not found["headroom_flip"].any()
@@ -108,7 +152,7 @@ def test_alpha_zero_leaves_nothing_to_gain():
 def test_a_perfect_drafter_has_no_error_and_its_oracle_hits_the_target():
     everything = torch.arange(VOCAB)
     expert, amateur = rows(1, VOCAB), rows(2, VOCAB)
-    found = position_quantities(expert, amateur, expert, everything, 0.5)
+    found = position_quantities(expert, amateur, Proposal(expert, everything), 0.5)
     for name in ("error_reverse", "error_forward", "error_tv", "lost_mass", "oracle_kl", "oracle_tv"):
         assert found[name].abs().max() < 1e-12, name
     assert found["oracle_top1"].all()
@@ -119,7 +163,7 @@ def test_a_perfect_drafter_has_no_error_and_its_oracle_hits_the_target():
 
 def test_equal_models_give_no_signal():
     same = rows(1, VOCAB)
-    found = position_quantities(same, same, rows(3, len(IDS)), IDS, 1.0)
+    found = position_quantities(same, same, draft(3), 1.0)
     for name in ("signal", "signal_max", "signal_std", "signal_kl", "headroom_tv"):
         assert found[name].abs().max() < 1e-6, name
 
@@ -127,13 +171,13 @@ def test_equal_models_give_no_signal():
 def test_ids_that_both_models_exclude_stay_finite():
     expert, amateur = rows(1, VOCAB), rows(2, VOCAB)
     expert[:, 4] = amateur[:, 4] = -math.inf
-    found = position_quantities(expert, amateur, rows(3, len(IDS)), IDS, 0.5)
+    found = position_quantities(expert, amateur, draft(3), 0.5)
     assert all(torch.isfinite(values.double()).all() for values in found.values())
 
 
 def test_acceptance_of_the_draft_is_one_minus_its_distance():
-    expert, amateur, draft = rows(1, VOCAB), rows(2, VOCAB), rows(3, len(IDS))
-    found = position_quantities(expert, amateur, draft, IDS, 0.3)
+    expert, amateur, own = rows(1, VOCAB), rows(2, VOCAB), draft(3)
+    found = position_quantities(expert, amateur, own, 0.3)
     log_pi = (1.3 * expert.log_softmax(-1) - 0.3 * amateur.log_softmax(-1)).log_softmax(-1)
-    wide = on_vocabulary(draft.log_softmax(-1), IDS, VOCAB)
+    wide = on_vocabulary(own.logits.log_softmax(-1), IDS, VOCAB)
     torch.testing.assert_close(1 - found["target_tv"], acceptance(wide, log_pi))

@@ -113,6 +113,23 @@ def test_a_missing_column_a_nan_and_an_edit_are_seen_when_reading(tmp_path, colu
         read_records(rewritten(good.set_column(index, "signal", good["signal"].cast(pa.float32()))), "positions")
 
 
+def test_a_table_from_before_a_column_was_thought_of_is_read(tmp_path, columns):
+    """Its own hash still holds; what it does not have is null."""
+    path = tmp_path / "positions.parquet"
+    write_records(path, "positions", columns, PROVENANCE)
+    whole = pq.read_table(path)
+    old = whole.select([c.name for c in POSITIONS if not c.optional or c.name == "amateur_error"])
+    text = json.dumps(PROVENANCE | {"kind": "positions", "content_hash": content_hash(old)})
+    pq.write_table(old.replace_schema_metadata({PROVENANCE_KEY: text.encode()}), path)
+    found = read_records(path, "positions").rows
+    assert list(found) == [c.name for c in POSITIONS]
+    assert (found["signal"].to_numpy() == columns["signal"]).all() and found["dual_kl"].isna().all()
+    spoilt = old.set_column(6, "signal", pa.array(columns["signal"] + 0.5))
+    pq.write_table(spoilt.replace_schema_metadata({PROVENANCE_KEY: text.encode()}), path)
+    with pytest.raises(UserError, match="changed after writing"):
+        read_records(path, "positions")
+
+
 def test_the_hash_sees_values_and_not_chunks(tmp_path, columns):
     write_records(tmp_path / "a.parquet", "positions", columns, PROVENANCE)
     table = pq.read_table(tmp_path / "a.parquet")

@@ -14,6 +14,7 @@ from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import save_head
 from dcd_core.methods import assemble
+from diagnostics.histories import History, Study
 from diagnostics.loading import inputs_key, short_name
 from diagnostics.records import read_records
 
@@ -56,7 +57,7 @@ def test_the_drafter_row_is_the_one_that_decoding_drafts_with(kind, monkeypatch)
     prompt, alpha = Prompt("p", [2, 5, 11, 30, 3, 41, 9]), 0.5
     settings = Settings(target=Target(alpha=alpha, temperature=0.0), max_new_tokens=10)
     (rollout,) = decode(assemble("cd", pair), [prompt], settings)
-    found = entry.measure_rollout(pair, head, prompt, rollout, alpha)
+    found = History.read(Study(pair, head), prompt, rollout.ids).quantities(alpha)
 
     record, real = [], head.logits
 

@@ -5,29 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import random
-import socket
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among all of the run."""
-
-    rank: int
-    world: int
-    device: torch.device
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
+from dcd_core.processes import Ranks, barrier, free_port, local_world, planned_world, usable_cores
 
 
-def planned_world() -> int:
-    """Ranks that the launcher started (1 without a launcher), before anything is initialised."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+__all__ = [
+    "Ranks",
+    "add_up",
+    "barrier",
+    "free_port",
+    "planned_world",
+    "random_state",
+    "restore_random_state",
+    "seed_everything",
+    "start",
+    "usable_cores",
+]
 
 
 def start(seed: int) -> Ranks:
@@ -45,9 +41,8 @@ def start(seed: int) -> Ranks:
 
     logger.setLevel(logging.WARNING)
     world = planned_world()
-    local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world)
     if get_accelerator().device_name() == "cpu":
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // local)))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // local_world())))
     else:
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world == 1:
@@ -63,18 +58,6 @@ def start(seed: int) -> Ranks:
 def worth_reading(record: logging.LogRecord) -> bool:
     """Not DeepSpeed's warning at every start that it found no GPU: training on the CPU is an ordinary thing here."""
     return not record.getMessage().startswith("Setting accelerator to CPU")
-
-
-def usable_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def seed_everything(seed: int) -> None:
@@ -107,7 +90,3 @@ def add_up(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     values = values.to(device=device, dtype=wide)
     torch.distributed.all_reduce(values)
     return values.cpu()
-
-
-def barrier() -> None:
-    torch.distributed.barrier()

@@ -1,0 +1,180 @@
+"""Fixed histories, and every model of a study run once over them, teacher-forced.
+
+Vanilla contrastive decoding writes a greedy answer per prompt and contrast strength; expert, amateur, heads and a
+stronger proposer then read the same text. Symbols of a text x: the token at place s is predicted by row s - 1 of a
+model, and drafted by row s - 2 of a head, which pairs x_(s-1) with the features at s - 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dcd_core.contrast import Target
+from dcd_core.decode import Generation, Prompt, Settings, decode
+from dcd_core.errors import UserError
+from dcd_core.heads.checkpoint import load_head, load_head_config
+from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.loading import check_draft_vocabulary, load_models
+from dcd_core.methods import assemble
+from dcd_core.models import LanguageModel, Pair, load_scorer
+from diagnostics.position_quantities import Proposal, position_quantities
+
+ROWS = 64  # rows of the whole vocabulary worked on at once
+
+
+@dataclass(frozen=True)
+class Study:
+    """The models measured over the same histories.
+
+    Attributes:
+        head: e, aligned with the expert.
+        amateur_head: f, aligned with the amateur; it reads the expert's features too.
+        direct: heads trained on the contrast: one for every alpha, or one of each alpha in their order.
+        stronger: a full model that proposes in the drafter's place.
+    """
+
+    pair: Pair
+    head: Eagle3Head
+    amateur_head: Eagle3Head | None = None
+    direct: tuple[Eagle3Head, ...] = ()
+    stronger: LanguageModel | None = None
+
+    def at(self, index: int) -> Study:
+        """The study at the alpha of this place in the list of alphas: one direct head, if there are any."""
+        return replace(self, direct=self.direct[index : index + 1]) if len(self.direct) > 1 else self
+
+
+def load_study(
+    expert: str,
+    amateur: str,
+    head: str,
+    dtype: str,
+    device: str,
+    amateur_head: str = "",
+    direct: list[str] | tuple[str, ...] = (),
+    stronger: str = "",
+) -> Study:
+    """Load a pair and all that is measured with it.
+
+    Raises:
+        UserError: what cannot be loaded, heads that tap different layers of the expert (one pass of it serves all), or
+            a stronger model with another vocabulary.
+    """
+    taps = load_head_config(head).feature_layers
+    for other in filter(None, (amateur_head, *direct)):
+        if load_head_config(other).feature_layers != taps:
+            raise UserError(f"{other} taps other layers of the expert than {head}; measure them in two runs")
+    pair, first = load_models(expert, amateur, head, dtype, device)
+    others = {name: load_other(name, pair) for name in filter(None, (amateur_head, *direct))}
+    return Study(
+        pair,
+        first,
+        others.get(amateur_head),
+        tuple(others[name] for name in direct),
+        load_scorer(stronger, pair) if stronger else None,
+    )
+
+
+def load_other(name: str, pair: Pair) -> Eagle3Head:
+    """A further head of a loaded pair. Raises UserError for a head of another expert."""
+    head = load_head(name, pair.expert)
+    check_draft_vocabulary(head, pair.expert.vocab, name)
+    return head
+
+
+def roll_out(
+    pair: Pair, prompts: list[Prompt], stops: tuple[int, ...], alpha: float, max_new_tokens: int
+) -> list[Generation]:
+    """Vanilla contrastive decoding's greedy answer to every prompt, as one batch."""
+    settings = Settings(target=Target(alpha=alpha, temperature=0.0), max_new_tokens=max_new_tokens, stop_ids=stops)
+    return decode(assemble("cd", pair), prompts, settings, max_batch=len(prompts))
+
+
+@dataclass
+class History:
+    """One text, and what every model of a study makes of it.
+
+    Attributes:
+        ids: prompt and answer.
+        features: the expert's tapped features at every position.
+        expert, amateur, stronger: last hidden states at every position; a model's output layer turns them into rows.
+    """
+
+    study: Study
+    ids: Int[Tensor, "1 position"]
+    prompt_length: int
+    features: Float[Tensor, "1 position features"]
+    expert: Float[Tensor, "position hidden"]
+    amateur: Float[Tensor, "position hidden"]
+    stronger: Float[Tensor, "position hidden"] | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def read(cls, study: Study, prompt: Prompt, answer: list[int]) -> History:
+        """One pass of every model over prompt and answer."""
+        pair = study.pair
+        ids = torch.tensor([prompt.ids + answer], device=pair.expert.device)
+        expert = pair.expert.forward_full(ids, features=True, logits=False)
+        amateur = pair.amateur.forward_full(ids, logits=False)
+        stronger = study.stronger.forward_full(ids, logits=False).hidden[0] if study.stronger else None
+        return cls(study, ids, len(prompt.ids), expert.features, expert.hidden[0], amateur.hidden[0], stronger)
+
+    @property
+    def places(self) -> Int[Tensor, " place"]:
+        """Places of the answer's tokens that a drafter would draft: all but the first, which the prefill gives."""
+        return torch.arange(self.prompt_length + 1, self.ids.shape[1], device=self.ids.device)
+
+    def expert_rows(self, places: Int[Tensor, " place"]) -> Float[Tensor, "place vocab"]:
+        """The expert's logits for the tokens at these places."""
+        return self.study.pair.expert.output_layer(self.expert[places - 1])
+
+    def amateur_rows(self, places: Int[Tensor, " place"]) -> Float[Tensor, "place vocab"]:
+        """The amateur's logits for the tokens at these places."""
+        return self.study.pair.amateur.output_layer(self.amateur[places - 1])
+
+    def stronger_rows(self, places: Int[Tensor, " place"]) -> Float[Tensor, "place vocab"] | None:
+        """The stronger model's logits, if there is one."""
+        return None if self.stronger is None else self.study.stronger.output_layer(self.stronger[places - 1])
+
+    def first_states(self, head: Eagle3Head) -> Float[Tensor, "row hidden"]:
+        """A head's states as of the first draft of a round, at every row."""
+        cache = head.new_cache(1, self.ids.shape[1])
+        embeds = self.study.pair.expert.embedding(self.ids[:, 1:])
+        return head.step(embeds, head.fuse(self.features[:, :-1]), cache)[0]
+
+    @torch.no_grad()
+    def quantities(self, alpha: float) -> dict[str, list]:
+        """The columns of `records.POSITIONS` at answer positions 1, 2, ..."""
+        study = self.study
+        heads = {"draft": study.head, "amateur_draft": study.amateur_head, "direct": next(iter(study.direct), None)}
+        states = {name: (head, self.first_states(head)) for name, head in heads.items() if head is not None}
+        columns: dict[str, list] = {"position": (self.places - self.prompt_length).tolist()}
+        for some in self.places.split(ROWS):
+            drafts = {
+                name: Proposal(head.logits(rows[some - 2]), head.target_ids) for name, (head, rows) in states.items()
+            }
+            found = position_quantities(
+                self.expert_rows(some),
+                self.amateur_rows(some),
+                alpha=alpha,
+                stronger=self.stronger_rows(some),
+                **drafts,
+            )
+            for name, values in found.items():
+                columns.setdefault(name, []).extend(values.tolist())
+        return columns
+
+
+def merged(pieces: list[dict[str, list]]) -> dict[str, list]:
+    """Columns of several pieces one after the other; a column that one of them lacks is null there."""
+    names = dict.fromkeys(name for piece in pieces for name in piece)
+    found: dict[str, list] = {name: [] for name in names}
+    for piece in pieces:
+        count = len(next(iter(piece.values()), []))
+        for name in names:
+            found[name] += piece.get(name, [None] * count)
+    return found
