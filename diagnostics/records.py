@@ -92,8 +92,8 @@ ROUNDS = (
     _count("amateur_passes", "passes of the amateur: 0 where it was not asked, more than one where it drafts"),
 )
 
-# Symbols: p expert, q amateur, pi the contrastive target, e first-step draft of the expert-aligned head, f that of a head
-# aligned with the amateur, c that of a head trained on the contrast, r a full model in place of e. [a, b] is the
+# Symbols: p expert, q amateur, pi the contrastive target, e first-step draft of the expert-aligned head, f that of a
+# head aligned with the amateur, c that of a head trained on the contrast, r a full model in place of e. [a, b] is the
 # contrast of two rows, ~ a^(1+alpha) b^(-alpha): o = [e, q] is the oracle draft, [e, f] the dual one.
 # s = log p/q, u = log e/p, v = log f/q; Var and Cov are taken under pi on the draft vocabulary.
 POSITIONS = (

@@ -7,12 +7,12 @@ For every alpha, vanilla contrastive decoding writes one greedy answer to each p
 expert, amateur and head are run once more, teacher-forced, and every quantity of `diagnostics.records.POSITIONS` is
 taken at every position that a drafter would draft (all but the answer's first token, which the prefill gives).
 
-Beside the oracle draft (the head corrected by the true amateur) stand, where they are given, `--direct_head`, trained
-on the contrast; `--amateur_head`, which with the head makes the dual draft; and `--stronger`, a full model in the head's
-place. Several prompt files are several data sets; several pairs are several runs, which the report pools.
+Beside the oracle draft (the head corrected by the true amateur) stand, where they are given, `--direct_head`,
+trained on the contrast; `--amateur_head`, which with the head makes the dual draft; and `--stronger`, a full model in
+the head's place. Several prompt files are several data sets; several pairs are several runs, which the report pools.
 
-Under a launcher (`deepspeed diagnostics/signal_error.py ...`) the ranks share the prompts out, and the records are those
-of one rank. Writes positions.parquet and metrics.json. A stopped run goes on where it was.
+Under a launcher (`deepspeed diagnostics/signal_error.py ...`) the ranks share the prompts out, and the records are
+those of one rank. Writes positions.parquet and metrics.json. A stopped run goes on where it was.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
