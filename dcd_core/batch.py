@@ -19,7 +19,7 @@ from dcd_core.decode_types import Assembled, Generation, Prompt, Round, Settings
 from dcd_core.draft import Draft
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.errors import UserError
-from dcd_core.rounds import Clock, PassInputs, along_path, commit_draft, target_rows
+from dcd_core.rounds import Clock, PassInputs, along_path, commit_draft, joined_features, target_rows
 from dcd_core.sampling import row_key
 from dcd_core.verify import Uniforms, Verdict, verify
 
@@ -40,6 +40,7 @@ class Batch:
         self.device = self.scorers[0].model.device
         settings.target.model_weights(len(self.scorers))  # refuses a wrong number of models before any pass
         self.rule = resolve_rule(self.drafter, settings)
+        self.drafter.aim(settings.draft_target)
         self.late = [False] * len(prompts)
         self.late_bad: Bool[Tensor, " batch"] | None = None
 
@@ -62,7 +63,7 @@ class Batch:
         self.keys = torch.tensor(
             [row_key(self.settings.seed, prompt.id, prompt.sample) for prompt in self.prompts], device=self.device
         )
-        rows, features = [], None
+        outputs = []
         for index, scorer in enumerate(self.scorers):
             prefixes = [scorer.prefix_ids(prompt) for prompt in self.prompts]
             lengths = [len(prefix) for prefix in prefixes]
@@ -70,18 +71,16 @@ class Batch:
             self.caches.append(cache)
             ids = torch.tensor([prefix + [0] * (max(lengths) - len(prefix)) for prefix in prefixes], device=self.device)
             last = torch.tensor(lengths, device=self.device) - 1
-            wants = index == 0 and self.drafter.needs_features
-            output = scorer.model.forward(ids, cache, features=wants, select=last)
+            wants = index in self.drafter.feature_scorers
+            outputs.append(scorer.model.forward(ids, cache, features=wants, select=last))
             cache.commit(lengths)
-            rows.append(output.logits)
-            if wants:
-                features = output.features
+        rows = [output.logits for output in outputs]
         verdict, bad = self._judge(rows, Draft.empty(len(self.prompts), self.device, self.rule), self._noise(1))
         self.root = verdict.tokens[:, 0]
         first = torch.cat([self.root[:, None], bad[:, None]], dim=1).tolist()
         self._refuse_bad([row[1] for row in first])
         tokens = [row[0] for row in first]
-        self._begin_drafter(tokens, features)
+        self._begin_drafter(tokens, joined_features(outputs, self.drafter.feature_scorers))
         seconds = clock.total()
         for generation in self.active:
             generation.prefill_s = seconds / len(self.active)
@@ -131,15 +130,14 @@ class Batch:
         """Draft, score, verify, keep: at least one token for every row."""
         clock = Clock(self.device, self.settings.timing)
         noise, draft = self._draft(clock)
-        rows, features = [], None
+        rows, outputs = [], []
         inputs = PassInputs.of(self.root, draft)
         for index, scorer in enumerate(self.scorers):
             if index == 1 and self.drafter.scores_amateur:
                 rows.append(self.drafter.rows)
                 continue
-            output = inputs.run(scorer.model, self.caches[index], index == 0 and self.drafter.needs_features)
-            features = output.features if index == 0 else features
-            rows.append(output.logits)
+            outputs.append(inputs.run(scorer.model, self.caches[index], index in self.drafter.feature_scorers))
+            rows.append(outputs[-1].logits)
             clock.lap("expert" if index == 0 else "amateur")
         width = min(row.shape[1] for row in rows)
         verdict, bad = self._judge([row[:, :width] for row in rows], draft, noise)
@@ -154,7 +152,7 @@ class Batch:
             late = self._finish_late(draft, rows, verdict, accepted, noise)
             clock.lap("amateur")
         self.root = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
-        self._commit(draft, verdict, host, features)
+        self._commit(draft, verdict, host, joined_features(outputs, self.drafter.feature_scorers))
         return self._account(host, late, clock, self.drafter.amateur_passes)
 
     def _to_host(self, bad: Bool[Tensor, " batch"], draft: Draft, verdict: Verdict) -> list[list[int]]:

@@ -79,7 +79,8 @@ def batch_class(method: Assembled, settings: Settings) -> type[Batch]:
     A method that never asks the amateur has nothing to save.
 
     Raises:
-        UserError: a saving for a method whose drafts are the amateur's own, or one that contradicts the method.
+        UserError: a saving for a method whose drafts are the amateur's own or need its features, or one that
+            contradicts the method.
     """
     if method.saving and settings.saving not in ("none", method.saving):
         raise UserError(
@@ -90,6 +91,10 @@ def batch_class(method: Assembled, settings: Settings) -> type[Batch]:
         return Batch
     if method.drafter.scores_amateur:
         raise UserError(f"method {method.name} drafts with the amateur, so its passes cannot be saved; use saving none")
+    if any(method.drafter.feature_scorers):
+        raise UserError(
+            f"method {method.name} drafts from what the amateur's passes see, so they cannot be saved; use saving none"
+        )
     return {"lazy": LazyBatch, "deferred": DeferredBatch}[saving]
 
 

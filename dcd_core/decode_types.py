@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
@@ -36,6 +37,7 @@ class Settings:
         saving: how the amateur's passes are saved, exactly: ``none``, ``lazy`` (:mod:`dcd_core.lazy`, with
             a cutoff) or ``deferred`` (:mod:`dcd_core.deferred`).
         defer_theta and the like: when deferred judging calls the amateur (:class:`dcd_core.flip_risk.Deferral`).
+        draft_alpha: contrast strength of drafts that recombine two heads (``dual``); None for the target's own.
         rule: ``auto`` (deterministic at T = 0, else the drafter's own), or one of :data:`dcd_core.draft.RULES`.
         timing: synchronise the device around every phase, so that the seconds of a round are true.
     Raises:
@@ -57,6 +59,7 @@ class Settings:
     defer_power: float = Deferral.power
     defer_spread: float = Deferral.spread
     defer_most: int = Deferral.most
+    draft_alpha: float | None = None
     rule: str = "auto"
     timing: bool = False
 
@@ -71,11 +74,18 @@ class Settings:
             raise UserError(f"nodes must be 0 (depth times branch) or more, got {self.nodes}")
         if not 0 <= self.stop_below < 1:
             raise UserError(f"stop_below is a probability in [0, 1), got {self.stop_below}")
+        if self.draft_alpha is not None and not (math.isfinite(self.draft_alpha) and self.draft_alpha >= 0):
+            raise UserError(f"draft_alpha must be 0 or more, got {self.draft_alpha}")
         self.deferral = Deferral(**{item.name: getattr(self, f"defer_{item.name}") for item in fields(Deferral)})
         if self.saving not in SAVINGS:
             raise UserError(f"saving {self.saving!r} is unknown; choose {', '.join(SAVINGS)}")
         if self.rule not in ("auto", "sampled", "deterministic", "shared_noise"):
             raise UserError(f"rule {self.rule!r} is unknown; choose auto, sampled, deterministic or shared_noise")
+
+    @property
+    def draft_target(self) -> Target:
+        """What drafts are to imitate, where a drafter can choose."""
+        return self.target if self.draft_alpha is None else Target.dcd(self.draft_alpha)
 
     @property
     def shape(self) -> Shape:

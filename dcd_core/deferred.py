@@ -125,7 +125,7 @@ class DeferredBatch(Batch):
         """One round of expert and drafter alone."""
         noise, draft = self._draft(clock)
         inputs = PassInputs.of(self.root, draft)
-        output = inputs.run(self.scorers[0].model, self.caches[0], self.drafter.needs_features)
+        output = inputs.run(self.scorers[0].model, self.caches[0], bool(self.drafter.feature_scorers))
         clock.lap("expert")
         judged, bad = target_rows([output.logits], self.ahead)
         if self.drafter.suspect is not None:

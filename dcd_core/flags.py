@@ -26,6 +26,10 @@ class LoopFlags:
     defer_scale: float = field(default=Deferral.scale, metadata={"help": f"deferred: scale {_LAW}"})
     defer_power: float = field(default=Deferral.power, metadata={"help": f"deferred: power {_LAW}"})
     defer_spread: float = field(default=Deferral.spread, metadata={"help": f"deferred, sampling: spread {_LAW}"})
+    draft_alpha: float | None = field(
+        default=None,
+        metadata={"help": "dual: contrast strength of the two heads' recombination (default: the target's)"},
+    )
     defer_most: int = field(default=Deferral.most, metadata={"help": "deferred: most tokens of a block"})
 
     @property

@@ -43,7 +43,7 @@ class LazyBatch(Batch):
         clock = Clock(self.device, self.settings.timing)
         noise, draft = self._draft(clock)
         inputs = PassInputs.of(self.root, draft)
-        output = inputs.run(self.scorers[0].model, self.caches[0], self.drafter.needs_features)
+        output = inputs.run(self.scorers[0].model, self.caches[0], bool(self.drafter.feature_scorers))
         clock.lap("expert")
         allowed = plausible(output.logits, self.settings.target.cutoff)
         reach = reachable(allowed, draft)

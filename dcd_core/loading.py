@@ -14,27 +14,39 @@ def load_models(expert: str, amateur: str, head: str, dtype: str, device: str) -
     Raises:
         UserError: a model or head that cannot be loaded, or the head of another expert.
     """
-    taps = load_head_config(head).feature_layers if head else None
+    shape = load_head_config(head) if head else None
+    taps, amateur_taps = (shape.feature_layers, shape.amateur_feature_layers) if shape else (None, None)
     if taps:  # before gigabytes are read
         check_taps(taps, load_config(expert).num_hidden_layers, head, expert)
-    pair = load_pair(expert, amateur or None, dtype, device, feature_layers=taps)
-    if not head:
-        return pair, None
-    loaded = load_head(head, pair.expert)
-    check_draft_vocabulary(loaded, pair.expert.vocab, head)
-    return pair, loaded
+    if amateur_taps and amateur:
+        check_taps(amateur_taps, load_config(amateur).num_hidden_layers, head, amateur, "amateur")
+    pair = load_pair(expert, amateur or None, dtype, device, taps, amateur_taps)
+    return pair, head_for(pair, head)
 
 
-def check_taps(taps: tuple[int, ...], layers: int, head: str, expert: str) -> None:
-    """Refuse a head that reads layers which the expert does not have.
+def head_for(pair: Pair, name: str) -> Eagle3Head | None:
+    """A head for a loaded pair; None where none is named.
+
+    Raises:
+        UserError: it cannot be loaded, or is the head of another expert.
+    """
+    if not name:
+        return None
+    loaded = load_head(name, pair.expert, pair.amateur)
+    check_draft_vocabulary(loaded, pair.expert.vocab, name)
+    return loaded
+
+
+def check_taps(taps: tuple[int, ...], layers: int, head: str, model: str, role: str = "expert") -> None:
+    """Refuse a head that reads layers which the expert (or the amateur) does not have.
 
     Raises:
         UserError: naming the layers.
     """
     if max(taps) >= layers:
         raise UserError(
-            f"{head} is the head of another expert than {expert}: it reads the inputs of layers {taps}, and this "
-            f"expert has layers 0 to {layers - 1}"
+            f"{head} is the head of another {role} than {model}: it reads the inputs of layers {taps}, and this "
+            f"{role} has layers 0 to {layers - 1}"
         )
 
 

@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-
 from dcd_core.decode_types import Assembled, Scorer
 from dcd_core.drafters.amateur import AmateurDrafter
 from dcd_core.drafters.cos import CosDrafter
+from dcd_core.drafters.cross_alpha import CrossAlphaDrafter
+from dcd_core.drafters.dual import DualDrafter
 from dcd_core.drafters.eagle3 import Eagle3Drafter
 from dcd_core.drafters.hybrid import HybridDrafter
 from dcd_core.drafters.lm import LanguageModelDrafter
 from dcd_core.drafters.ngram import NgramDrafter
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
+from dcd_core.heads.checkpoint import check_amateur
+from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import LanguageModel, Pair
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a drafter can be made of: the scorers after the expert, a head, a small language model."""
+    """What a drafter can be made of: the scorers after the expert, a head and the head that imitates the amateur, a
+    small language model."""
 
     pair: Pair
     contrast: list[Scorer]
-    head: nn.Module | None
+    head: Eagle3Head | None
     lm: LanguageModel | None
+    amateur_head: Eagle3Head | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Method:
     Args:
         contrast: it scores with further models than the expert.
         drafter: who drafts.
-        needs_head, needs_lm: the drafter is an EAGLE3 head, or a language model of its own.
+        needs_head, needs_lm: the drafter is a head, or a language model of its own.
+        head_kind: the kind of its head, as heads declare it.
+        needs_amateur_head: it drafts with a second head, which imitates the amateur.
         amateur_drafts: the first model after the expert drafts, whose rows then serve drafting and scoring alike.
         saving: how the amateur's passes are placed, where that makes the method; None for the settings' own.
     """
@@ -46,8 +52,20 @@ class Method:
     drafter: Callable[[Parts], Drafter]
     needs_head: bool = False
     needs_lm: bool = False
+    head_kind: str = "eagle3"
+    needs_amateur_head: bool = False
     amateur_drafts: bool = False
     saving: str | None = None
+
+    @property
+    def usual(self) -> bool:
+        """A pair and an EAGLE3 head are all that it needs: what scripts try unless told otherwise."""
+        return not (self.needs_lm or self.needs_amateur_head or self.reads_amateur)
+
+    @property
+    def reads_amateur(self) -> bool:
+        """Its head reads the features of the first model after the expert."""
+        return self.head_kind == "dual_input"
 
 
 def _nobody(parts: Parts) -> Drafter:
@@ -74,6 +92,14 @@ def _hybrid(parts: Parts) -> Drafter:
     return HybridDrafter(parts.head, parts.pair.expert.embedding, parts.pair.expert.vocab)
 
 
+def _cross_alpha(parts: Parts) -> Drafter:
+    return CrossAlphaDrafter(parts.head, parts.pair.expert.embedding, parts.pair.expert.vocab)
+
+
+def _dual(parts: Parts) -> Drafter:
+    return DualDrafter(parts.head, parts.amateur_head, parts.pair.expert.embedding, parts.pair.expert.vocab)
+
+
 def _lm(parts: Parts) -> Drafter:
     return LanguageModelDrafter(parts.lm, parts.pair.expert.vocab)
 
@@ -95,15 +121,30 @@ METHODS = {
         needs_head=True,
         saving="deferred",
     ),
+    "cross_alpha": Method(
+        "a head that reads both models drafts, trained on the expert or on the contrast",
+        True,
+        _cross_alpha,
+        needs_head=True,
+        head_kind="dual_input",
+    ),
+    "dual": Method(
+        "two EAGLE3 heads draft, one for each model, recombined as the target is",
+        True,
+        _dual,
+        needs_head=True,
+        needs_amateur_head=True,
+    ),
 }
 
 
 def assemble(
     name: str,
     pair: Pair,
-    head: nn.Module | None = None,
+    head: Eagle3Head | None = None,
     contrast: list[Scorer] | None = None,
     lm: LanguageModel | None = None,
+    amateur_head: Eagle3Head | None = None,
 ) -> Assembled:
     """Put a method together from a loaded pair and, where it drafts with one, a head.
 
@@ -111,19 +152,53 @@ def assemble(
         contrast: the scorers after the expert, in the order of the target's weights (:mod:`dcd_core.scorers`); None for
             the pair's amateur. Methods of the expert alone leave it aside, as they do the amateur.
         lm: a small language model that drafts.
+        amateur_head: a second head, trained to imitate the amateur.
     Raises:
-        UserError: unknown method, missing amateur, head or language model, or one of another vocabulary.
+        UserError: unknown method, missing amateur, head or language model, one of another vocabulary, or a head of
+            another kind than the method drafts with.
     """
     if name not in METHODS:
         raise UserError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}")
     method = METHODS[name]
     scorers = contrast_scorers(name, pair, contrast) if method.contrast else []
-    if method.needs_head and head is None:
-        raise UserError(f"method {name} drafts with an EAGLE3 head; give --head")
+    if method.needs_head:
+        check_heads(name, pair, scorers, head, amateur_head)
     if method.needs_lm and lm is None:
         raise UserError(f"method {name} drafts with a language model of its own; give --lm")
-    drafter = method.drafter(Parts(pair, scorers, head, lm))
+    drafter = method.drafter(Parts(pair, scorers, head, lm, amateur_head))
     return Assembled(name, [Scorer(pair.expert), *scorers], drafter, method.saving)
+
+
+KINDS = {"eagle3": "an EAGLE3 head", "dual_input": "a dual-input head"}
+
+
+def check_heads(
+    name: str, pair: Pair, scorers: list[Scorer], head: Eagle3Head | None, amateur_head: Eagle3Head | None
+) -> None:
+    """Refuse heads that a method cannot draft with.
+
+    Raises:
+        UserError: a head that is missing, of another kind, or made to imitate (or to read) another model.
+    """
+    method = METHODS[name]
+    if head is None:
+        raise UserError(f"method {name} drafts with {KINDS[method.head_kind]}; give --head")
+    if head.kind != method.head_kind:
+        fitting = ", ".join(other for other, one in METHODS.items() if one.needs_head and one.head_kind == head.kind)
+        raise UserError(
+            f"method {name} drafts with {KINDS[method.head_kind]}, and --head is {KINDS[head.kind]}, for {fitting}"
+        )
+    if head.config.aligned_with == "amateur":
+        raise UserError("--head was trained to imitate the amateur; method dual takes it as --amateur_head")
+    if method.reads_amateur:
+        check_amateur(head.config, pair.expert, scorers[0].model, "the head")
+    if method.needs_amateur_head:
+        if amateur_head is None:
+            raise UserError(f"method {name} drafts with a second head, for the amateur; give --amateur_head")
+        for flag, given, wanted in (("--head", head, "expert"), ("--amateur_head", amateur_head, "amateur")):
+            aligned = given.config.aligned_with
+            if aligned != wanted:
+                raise UserError(f"method {name}: {flag} must be trained to imitate the {wanted}, not the {aligned}")
 
 
 def contrast_scorers(name: str, pair: Pair, contrast: list[Scorer] | None) -> list[Scorer]:
@@ -143,7 +218,8 @@ def contrast_scorers(name: str, pair: Pair, contrast: list[Scorer] | None) -> li
                 f"{scorer.model.name} scores {scorer.model.vocab} ids and the expert {pair.expert.vocab}; "
                 "load it with load_scorer, which checks its vocabulary"
             )
-    if METHODS[name].amateur_drafts and scorers[0].prefix is not None:
+    method = METHODS[name]
+    if (method.amateur_drafts or method.reads_amateur) and scorers[0].prefix is not None:
         raise UserError(
             f"method {name} drafts with {scorers[0].model.name}, which must then read the expert's own prompt; "
             "leave its prefix out, or choose a method in which the amateur does not draft"

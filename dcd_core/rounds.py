@@ -67,6 +67,11 @@ def along_path(
     return values.gather(1, verdict.path[..., None].expand(-1, -1, values.shape[-1]))
 
 
+def joined_features(outputs: list[Output], scorers: tuple[int, ...]) -> Float[Tensor, "batch width size"] | None:
+    """The features that a drafter asked for, of the scorers in its order, from their passes; None if it reads none."""
+    return torch.cat([outputs[index].features for index in scorers], dim=-1) if scorers else None
+
+
 class Clock:
     """Seconds of the phases of a round; with ``synchronise`` the device is waited for at every lap."""
 

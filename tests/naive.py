@@ -10,8 +10,9 @@ from tiny import VOCAB, tiny_model, tiny_pair
 from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Assembled, Prompt
 from dcd_core.drafters.protocol import Accepted
+from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.methods import assemble
+from dcd_core.methods import METHODS, assemble
 from dcd_core.models import LanguageModel, Pair
 from dcd_core.sampling import gumbel
 
@@ -53,6 +54,41 @@ def tiny_head(pair: Pair, seed: int = 1, vocabulary=None) -> Eagle3Head:
     return Eagle3Head.from_expert(pair.expert.config, vocabulary, seed=seed, output_rows=rows).to(pair.expert.dtype)
 
 
+def dual_input_head(pair: Pair, seed: int = 1, vocabulary=None) -> DualInputHead:
+    """The same with the amateur beside the expert, and weights that make it count."""
+    rows, taps = pair.expert.model.lm_head.weight.float(), pair.amateur.feature_layers
+    head = DualInputHead.from_pair(
+        pair.expert.config,
+        pair.amateur.config,
+        vocabulary,
+        amateur_feature_layers=taps,
+        seed=seed,
+        output_rows=rows,
+    )
+    generator, own = torch.Generator().manual_seed(seed), head.config.feature_widths[0]
+    with torch.no_grad():
+        head.fc.weight[:, own:].normal_(0.0, 0.02, generator=generator)
+    return head.to(pair.expert.dtype)
+
+
+def amateur_head(pair: Pair, seed: int = 5, vocabulary=None) -> Eagle3Head:
+    """A head that says it imitates the amateur."""
+    head = tiny_head(pair, seed, vocabulary)
+    head.config = head.config.replace(aligned_with="amateur")
+    return head
+
+
+def fitting_heads(name: str, pair: Pair, head: Eagle3Head | None = None) -> dict:
+    """The heads that a method needs, by the names of their arguments; ``head`` where a plain one will do."""
+    method = METHODS[name]
+    if method.reads_amateur:
+        return {"head": dual_input_head(pair)}
+    if not method.needs_head:
+        return {}
+    plain = {"head": tiny_head(pair) if head is None else head}
+    return plain | ({"amateur_head": amateur_head(pair)} if method.needs_amateur_head else {})
+
+
 def near_pair(kind: str, noise: float, dtype: torch.dtype = torch.float64, seed: int = 0) -> Pair:
     """An amateur that is the expert with noise on its weights: its drafts often pass, and with no noise always."""
     pair = tiny_pair(kind, seed, dtype)
@@ -82,8 +118,8 @@ def by_noise(models: list, target: Target, prompts: list[list[int]], count: int,
 
 
 def assembled(name: str, pair: Pair, head: Eagle3Head | None = None) -> Assembled:
-    """A method with all that it may need; ``dcd_lm`` drafts with the pair's amateur."""
-    return assemble(name, pair, head, lm=pair.amateur)
+    """A method with all that it may need, made up where it is not given; ``dcd_lm`` drafts with the pair's amateur."""
+    return assemble(name, pair, lm=pair.amateur, **fitting_heads(name, pair, head))
 
 
 def told(expert: LanguageModel, texts: list[list[int]], starts: list[int], ends: list[int]) -> Accepted:

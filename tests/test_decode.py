@@ -120,7 +120,7 @@ class Scripted(Drafter):
     """Proposes the true continuation with errors at chosen places, as a chain or inside a tree, and checks the expert's
     features that it is handed."""
 
-    needs_features = True
+    feature_scorers = (0,)
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]], tree: bool, expert):
         self.truth, self.tree, self.expert = truth, tree, expert

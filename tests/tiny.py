@@ -76,13 +76,15 @@ def tiny_causal_lm(kind: str = "smol", seed: int = 0, layers: int = 8, dtype: to
 
 
 def tiny_model(kind: str = "smol", seed: int = 0, layers: int = 8, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """A random model wrapped for the project (taps 2, n//2, n-3; logits cut to the 96 real ids)."""
-    return LanguageModel(tiny_causal_lm(kind, seed, layers, dtype), vocab=VOCAB)
+    """A random model wrapped for the project (taps 2, n//2, n-3, of a shallow one 1, 2, 3; logits cut to the 96 real
+    ids)."""
+    taps = (1, 2, 3) if 4 <= layers < 7 else None
+    return LanguageModel(tiny_causal_lm(kind, seed, layers, dtype), vocab=VOCAB, feature_layers=taps)
 
 
 def tiny_pair(kind: str = "smol", seed: int = 0, dtype: torch.dtype = torch.float32) -> Pair:
-    """An expert of 8 layers, an amateur of 3, and their tokenizer."""
-    return Pair(tiny_model(kind, seed, 8, dtype), tiny_model(kind, seed + 100, 3, dtype), tiny_tokenizer())
+    """An expert of 8 layers, an amateur of 4, and their tokenizer."""
+    return Pair(tiny_model(kind, seed, 8, dtype), tiny_model(kind, seed + 100, 4, dtype), tiny_tokenizer())
 
 
 def save_tiny(folder: Path, kind: str = "smol", seed: int = 0, layers: int = 8) -> Path:

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dcd_core.cache import KVCache
 from dcd_core.draft import Draft, Shape
 from dcd_core.drafters.chain import draft_chain
 from dcd_core.drafters.eagle3_tree import Candidates, grow, ranked_plan, rerank, sampled_plan, top_children
@@ -25,12 +24,12 @@ class Eagle3Drafter(ReadingDrafter):
     At temperature > 0 chains are sampled and trees are not, unless a setting says otherwise.
 
     Args:
-        head: an :class:`dcd_core.heads.eagle3.Eagle3Head` made for the expert.
+        head: an :class:`dcd_core.heads.eagle3.Eagle3Head` made for the expert (or what has its interface).
         embedding: the expert's input embedding (the head stores none).
         vocab: number of the expert's real ids.
     """
 
-    needs_features = True
+    feature_scorers = (0,)
     default_rule = "sampled"
 
     def __init__(self, head: nn.Module, embedding: nn.Embedding, vocab: int):
@@ -48,15 +47,14 @@ class Eagle3Drafter(ReadingDrafter):
         return max(shape.budget, shape.branch * (shape.depth - 1))
 
     def begin(self, prompts: list[list[int]], first: Accepted, capacity: int) -> None:
-        weight = self.head.fc.weight
-        self.cache = KVCache.for_config(self.head.config, len(prompts), capacity, weight.dtype, weight.device, layers=1)
+        self.cache = self.head.new_cache(len(prompts), capacity)
         self.unread = first
         self._read_accepted()
 
     def read(self, new: Accepted) -> Float[Tensor, "batch 1 hidden"]:
         """One pass over new tokens beside their true features; the state at each row's last one."""
         width = max(new.counts)
-        hidden = self.head.fuse(new.features[:, :width].to(self.head.fc.weight.dtype))
+        hidden = self.head.fuse(new.features[:, :width].to(self.head.dtype))
         # padding is -1
         embeds = self.embedding(new.tokens[:, :width].clamp_min(0)).to(hidden.dtype)
         state = self.head.step(embeds, hidden, self.cache)

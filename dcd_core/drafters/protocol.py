@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dcd_core.contrast import Target
 from dcd_core.draft import Draft, Shape
 from dcd_core.sampling import DRAFT, TREE, gumbel, inverse_cdf, uniforms
 
@@ -111,8 +112,8 @@ class Accepted:
         tokens: the emitted tokens of each row in order, padded; the last valid one is the next round's root.
         counts: how many of them are valid, per row, on the host.
         host_tokens: the same tokens on the host, without padding.
-        features: expert features at the positions *before* each token (feature t stands beside token t + 1), padded
-            alike; None unless the drafter asked for them.
+        features: what :attr:`Drafter.feature_scorers` saw at the positions *before* each token (feature t stands beside
+            token t + 1), padded alike; None unless the drafter asked for it.
     """
 
     tokens: Int[Tensor, "batch width"]
@@ -134,7 +135,9 @@ class Accepted:
 class Drafter:
     """Proposes drafts. The loop calls ``begin`` once, then ``propose`` and ``observe`` in turn."""
 
-    needs_features = False
+    feature_scorers: tuple[int, ...] = ()
+    """Whose tapped features the drafter reads, by their places among the scorers (0 is the expert), joined in this
+    order. They come from the passes that score: none is made for them."""
     default_rule = "deterministic"
     """The rule by which chains are judged at temperature > 0 unless a setting says otherwise; at 0 it is always
     deterministic."""
@@ -155,6 +158,9 @@ class Drafter:
 
     suspect: Bool[Tensor, " batch"] | None = None
     """After ``propose``: rows whose draft came out of NaN or infinite states, for the loop to refuse."""
+
+    def aim(self, target: Target) -> None:
+        """Learn what the drafts will be judged by (or are to imitate in its place), before ``begin``."""
 
     def begin(self, prompts: list[list[int]], first: Accepted, capacity: int) -> None:
         """A new batch of rows after the prefill.

@@ -214,6 +214,10 @@ class Eagle3Head(nn.Module):
     def blocks(self) -> list[Block]:
         return [self.midlayer, *self.further]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
     def fuse(self, features: Float[Tensor, "batch position features"]) -> Float[Tensor, "batch position hidden"]:
         """The three tapped features (low | mid | high, 3H wide) as one H-wide input."""
         return self.fc(features.to(self.fc.weight.dtype))
