@@ -16,9 +16,9 @@ from torch import Tensor
 from dcd_core.contrast import Target
 from dcd_core.decode import Generation, Prompt, Settings, decode
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import load_head, load_head_config
+from dcd_core.heads.checkpoint import load_head_config
 from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head
-from dcd_core.loading import check_draft_vocabulary, check_taps
+from dcd_core.loading import check_taps, head_for
 from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair, load_config, load_pair, load_scorer
 from diagnostics.position_quantities import Proposal, position_quantities
@@ -73,7 +73,7 @@ def load_study(
     configs = {name: load_head_config(name) for name in names}
     refuse_roles(configs, head, amateur_head, direct)
     pair = load_tapped(expert, amateur, configs, dtype, device)
-    heads = {name: load_fitting(name, pair) for name in names}
+    heads = {name: head_for(pair, name) for name in names}
     return Study(
         pair,
         heads[head],
@@ -88,7 +88,8 @@ def refuse_roles(
 ) -> None:
     """Refuse heads in the wrong place. Raises UserError naming the head and what it is aligned with."""
     places = [(head, "--head", ("expert",)), (amateur_head, "--amateur_head", ("amateur",))]
-    places += [(name, "--direct_head", ("contrast",)) for name in direct]
+    # the family's control at train-alpha 0 reads both models, and is aligned with the expert
+    places += [(name, "--direct_head", ("contrast", "expert")) for name in direct]
     for name, flag, wanted in places:
         if name and configs[name].aligned_with not in wanted:
             raise UserError(
@@ -104,7 +105,10 @@ def load_tapped(expert: str, amateur: str, configs: dict[str, Eagle3Config], dty
         UserError: heads that read different layers of a model, or more layers than it has.
     """
     taps = {}
-    for model, field in ((expert, "feature_layers"), (amateur, "amateur_feature_layers")):
+    for role, model, field in (
+        ("expert", expert, "feature_layers"),
+        ("amateur", amateur, "amateur_feature_layers"),
+    ):
         wanted = {name: getattr(config, field) for name, config in configs.items() if getattr(config, field)}
         first, layers = next(iter(wanted.items()), ("", None))
         for name, other in wanted.items():
@@ -113,16 +117,9 @@ def load_tapped(expert: str, amateur: str, configs: dict[str, Eagle3Config], dty
                     f"{name} taps other layers of {model} than {first}: {other} and {layers}; measure them in two runs"
                 )
         if layers:  # before gigabytes are read
-            check_taps(layers, load_config(model).num_hidden_layers, first, model)
+            check_taps(layers, load_config(model).num_hidden_layers, first, model, role)
         taps[field] = layers
     return load_pair(expert, amateur, dtype, device, **taps)
-
-
-def load_fitting(name: str, pair: Pair) -> Eagle3Head:
-    """A head of a loaded pair, of whatever kind. Raises UserError for a head of another pair."""
-    head = load_head(name, pair.expert, pair.amateur)
-    check_draft_vocabulary(head, pair.expert.vocab, name)
-    return head
 
 
 def roll_out(
