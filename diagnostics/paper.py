@@ -53,6 +53,51 @@ ACCEPTED_LENGTH = {
     "Llama-EFT": {"scd": 2.64, "dcd_ngram": 0.49, "dcd_eagle3": 1.46},
 }
 
+# Tab. 8: accepted length of a dual-input EAGLE head by train-alpha (rows) and infer-alpha (columns), both CROSS_ALPHAS.
+# Single runs without intervals. Its train-alpha 0 also *receives* the amateur's features.
+CROSS_ALPHAS = (0.0, 0.1, 0.3, 0.5)
+CROSS_ALPHA = {
+    "Llama-3, GSM8K": (
+        (2.002, 1.968, 1.956, 1.880),
+        (2.008, 1.988, 1.977, 1.892),
+        (1.995, 1.964, 1.963, 1.881),
+        (1.936, 1.915, 1.896, 1.833),
+    ),
+    "Llama-3, MMLU": (
+        (1.655, 1.596, 1.508, 1.404),
+        (1.663, 1.576, 1.503, 1.370),
+        (1.623, 1.554, 1.469, 1.320),
+        (1.618, 1.552, 1.466, 1.328),
+    ),
+    "Qwen3, GSM8K": (
+        (1.732, 1.691, 1.602, 1.477),
+        (1.714, 1.664, 1.583, 1.477),
+        (1.715, 1.678, 1.575, 1.474),
+        (1.691, 1.665, 1.584, 1.487),
+    ),
+    "Qwen3, MMLU": (
+        (1.438, 1.426, 1.317, 1.189),
+        (1.411, 1.404, 1.294, 1.159),
+        (1.418, 1.411, 1.317, 1.176),
+        (1.392, 1.380, 1.284, 1.156),
+    ),
+}
+# the public EAGLE3 checkpoints on the same columns
+CROSS_ALPHA_OFFICIAL = {
+    "Llama-3, GSM8K": (1.555, 1.537, 1.546, 1.476),
+    "Llama-3, MMLU": (1.523, 1.428, 1.344, 1.214),
+    "Qwen3, GSM8K": (2.083, 2.061, 1.983, 1.842),
+    "Qwen3, MMLU": (1.656, 1.650, 1.552, 1.386),
+}
+# Tab. 1: best train-alpha by the mean over infer-alpha, mean difference in L from train-alpha 0, the same in percent (of
+# the rounded difference: .77 where the matrix gives .756), and columns in which train-alpha 0 is the best of the four
+CROSS_ALPHA_SUMMARY = {
+    "Llama-3, GSM8K": (0.1, 0.015, 0.77, 0),
+    "Llama-3, MMLU": (0.0, 0.0, 0.0, 3),
+    "Qwen3, GSM8K": (0.0, 0.0, 0.0, 3),
+    "Qwen3, MMLU": (0.0, 0.0, 0.0, 4),
+}
+
 
 def speedup_range(method: str, alpha: float) -> str:
     """The paper's range over its three pairs, "1.77 to 1.95", or "" where it has no such figure."""

@@ -1,8 +1,9 @@
 """Typed tables on disk: one parquet file per table, with units, provenance and a content hash.
 
-Two tables exist so far. `ROUNDS` holds one row per speculative round (counts and seconds), `POSITIONS` one row per
-teacher-forced position (nats and probabilities). Every reader checks names, types, missing values and finiteness, so
-whatever draws or sums afterwards need not. No torch here: the report is built on machines without it.
+`ROUNDS` holds one row per speculative round (counts and seconds), `POSITIONS` one row per teacher-forced position (nats
+and probabilities), `REPLAYS` one row per prompt and drafter of a cross-alpha matrix (counts and sums). Every reader
+checks names, types, missing values and finiteness, so whatever draws or sums afterwards need not. No torch here: the
+report is built on machines without it.
 """
 
 import hashlib
@@ -60,6 +61,10 @@ def _mass(name: str, meaning: str, low: float = -1e-4, optional: bool = False) -
 
 def _flag(name: str, meaning: str, optional: bool = False) -> Column:
     return Column(name, pa.bool_(), "", meaning, optional=optional)
+
+
+def _sum(name: str, meaning: str) -> Column:
+    return Column(name, pa.float64(), "positions", f"sum over positions {meaning}", low=-1e-3)
 
 
 def _moment(name: str, meaning: str, low: float | None = None) -> Column:
@@ -140,7 +145,31 @@ POSITIONS = (
     _moment("rule_right", "(1 + 2/alpha) Var(u) + Var(v) - 2 (1 + 1/alpha) Cov(u, v)"),
 )
 
-TABLES: dict[str, tuple[Column, ...]] = {"rounds": ROUNDS, "positions": POSITIONS}
+# One row per prompt, infer-alpha and drafter. Rounds are replayed on infer-alpha's own rollout at T = 0; the sums over
+# positions are teacher-forced over one history that all drafters and infer-alphas share.
+REPLAYS = (
+    _text("pair", "expert / amateur"),
+    _text("dataset", "name of the prompt set"),
+    _text("prompt_id", "id of the prompt"),
+    Column("infer_alpha", pa.float64(), "", "contrast strength of the target drafted for", low=0.0),
+    _text("group", "'family' for the matched family, else the name of a control"),
+    _text("drafter", "name of the drafter within its group"),
+    _text("kind", "what drafts: 'eagle3' or 'dual_input'"),
+    _text("input", "what it reads beside the expert's features, see dcd_core.heads.family.INPUTS"),
+    Column("train_alpha", pa.float64(), "", "contrast strength of its training target", low=0.0),
+    _count("seed", "training seed"),
+    _count("rounds", "rounds of the replay"),
+    _count("accepted", "drafts accepted in them"),
+    _count("emitted", "tokens emitted in them"),
+    Column("history_alpha", pa.float64(), "", "contrast strength that wrote the shared history", low=0.0),
+    _count("positions", "positions of the shared history that a drafter would draft"),
+    _sum("acceptance", "of 1 - TV(e, pi), e the drafter's first-step draft"),
+    _sum("top1", "of [argmax e == argmax pi]"),
+    _sum("headroom_tv", "of TV(p, pi): the same for every drafter"),
+    _sum("headroom_flip", "of [argmax p != argmax pi]: the same for every drafter"),
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {"rounds": ROUNDS, "positions": POSITIONS, "replays": REPLAYS}
 
 
 @dataclass(frozen=True)
@@ -153,7 +182,7 @@ class Records:
 
 
 def schema(kind: str) -> pa.Schema:
-    """The arrow schema of a table ("rounds" or "positions"), units and meanings as field metadata."""
+    """The arrow schema of a table (a key of TABLES), units and meanings as field metadata."""
     fields = [
         pa.field(c.name, c.type, nullable=c.optional, metadata={"unit": c.unit, "meaning": c.meaning})
         for c in _columns(kind)
@@ -293,6 +322,8 @@ def _check(table: pa.Table, kind: str, path: Path) -> None:
             )
     if kind == "rounds":
         _check_rounds(table, path)
+    if kind == "replays":
+        _check_replays(table, path)
 
 
 def _check_rounds(table: pa.Table, path: Path) -> None:
@@ -301,3 +332,14 @@ def _check_rounds(table: pa.Table, path: Path) -> None:
         raise UserError(f"{path}: column 'accepted' exceeds 'drafted' in row {int(np.argmax(accepted > drafted))}")
     if (accepted > emitted).any():
         raise UserError(f"{path}: column 'accepted' exceeds 'emitted' in row {int(np.argmax(accepted > emitted))}")
+
+
+def _check_replays(table: pa.Table, path: Path) -> None:
+    positions = table["positions"].to_numpy() + 1e-3
+    for part, whole in (("accepted", table["emitted"].to_numpy()), *((name, positions) for name in SUMS)):
+        above = table[part].to_numpy() > whole
+        if above.any():
+            raise UserError(f"{path}: column '{part}' is impossibly large in row {int(np.argmax(above))}")
+
+
+SUMS = ("acceptance", "top1", "headroom_tv", "headroom_flip")

@@ -1,9 +1,9 @@
 """Numbers as a reader wants them: rounded, with their interval, and lists with an "and"."""
 
 
-def percent(found: dict, digits: int = 1) -> str:
+def percent(found: dict, digits: int = 1, sign: bool = False) -> str:
     """A share as "83.2% [82.2, 84.1]"; without an interval where there is none."""
-    return _with_interval(found, 100, digits, "%")
+    return _with_interval(found, 100, digits, "%", sign)
 
 
 def points(found: dict, digits: int = 1, sign: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diagnostics.records import POSITIONS
+from diagnostics.records import POSITIONS, REPLAYS
 
 METHODS = {"ar": 0.0, "cd": 0.0, "expert_sd": 2.0, "scd": 2.4, "dcd_eagle3": 1.5, "dcd_ngram": 0.5}
 
@@ -134,3 +134,58 @@ def _answer(method, length, alpha, repeat, prompt, gamma, tokens, generator):
         )
         done += emitted
     return found
+
+
+def replays(
+    prompts: int = 60,
+    train_alphas=(0.0, 0.1, 0.3, 0.5),
+    infer_alphas=(0.0, 0.1, 0.3, 0.5),
+    seeds=(0, 1, 2),
+    effect: float = 0.0,
+    seed_deviation: float = 0.0,
+    noise: float = 0.02,
+    headroom: float = 0.02,
+    official: bool = True,
+    seed: int = 0,
+) -> dict[str, list]:
+    """Columns of a replays table: L falls with infer-alpha, and differs by `effect` (a share of L) wherever a drafter
+    was trained on the contrast."""
+    generator = np.random.default_rng(seed)
+    drafters = [("family", f"alpha_{t:g}_seed_{s}", "dual_input", "dual", t, s) for t in train_alphas for s in seeds]
+    if official:
+        drafters.append(("official", "official", "eagle3", "expert_only", 0.0, 0))
+    skill = {name: 1 + generator.normal() * seed_deviation for _, name, *_ in drafters}
+    columns: dict[str, list] = {}
+    for index in range(prompts):
+        length, rounds = generator.gamma(16, 0.125), int(generator.integers(18, 30))
+        for infer in infer_alphas:
+            flips = float(generator.binomial(60, min(1.0, 2 * headroom * infer)))
+            for group, name, kind, reads, train, own in drafters:
+                here = length * (1 - 0.3 * infer) * (1 + (effect if train else 0.0)) * skill[name]
+                accepted = int(rounds * max(0.0, here * (1 + noise * generator.normal())) + generator.random())
+                acceptance = 60 * min(1.0, 0.25 * here + 0.1 * noise * generator.normal())
+                row = {
+                    "pair": "big / small",
+                    "dataset": "held-out",
+                    "prompt_id": f"prompt-{index}",
+                    "infer_alpha": infer,
+                    "group": group,
+                    "drafter": name,
+                    "kind": kind,
+                    "input": reads,
+                    "train_alpha": train,
+                    "seed": own,
+                    "rounds": rounds,
+                    "accepted": accepted,
+                    "emitted": accepted + rounds,
+                    "history_alpha": 0.0,
+                    "positions": 60,
+                    "acceptance": max(0.0, acceptance),
+                    "top1": float(int(max(0.0, acceptance))),
+                    "headroom_tv": 60 * headroom * infer,
+                    "headroom_flip": flips,
+                }
+                for key, value in row.items():
+                    columns.setdefault(key, []).append(value)
+    assert set(columns) == {c.name for c in REPLAYS}
+    return columns

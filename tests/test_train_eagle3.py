@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 import train.eagle3 as entry
 from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import load_head
-from dcd_core.models import load_model
+from dcd_core.models import Pair, load_model
 from train.batches import Plan, Stream, Texts
 from train.eagle3 import main
 from train.loop import read_deepspeed_config
@@ -194,7 +194,7 @@ def test_the_logged_gradient_norm_is_the_true_one(toy, finished):
     config = entry.parse_config(entry.Config, options(toy, finished))
     expert = load_model(str(toy / "expert"), device="cpu")
     texts = Texts.load(str(toy / "train.parquet"), 2048, 96)
-    head = entry.build_head(config, expert, texts)
+    head = entry.build_head(config, Pair(expert, None, None), texts)
     stream = Stream(
         texts,
         Plan(tuple(texts.lengths), 4, 1, 1, 0),
@@ -216,7 +216,8 @@ def test_a_fresh_head_reads_all_features_alike(toy, tmp_path):
     plain = entry.parse_config(entry.Config, options(toy, tmp_path, "--feature_scaling=none"))
     expert = load_model(str(toy / "expert"), device="cpu")
     texts = Texts.load(str(toy / "train.parquet"), 2048, 96)
-    scaled, unscaled = (entry.build_head(each, expert, texts).fc.weight for each in (config, plain))
+    pair = Pair(expert, None, None)
+    scaled, unscaled = (entry.build_head(each, pair, texts).fc.weight for each in (config, plain))
     features = [expert.forward_full(texts.batch([i]).input_ids, features=True).features[0, 1:] for i in range(16)]
     rms = torch.cat(features).pow(2).mean(0).sqrt()
     assert torch.allclose(scaled * rms, unscaled, atol=1e-6) and rms.max() / rms.min() > 2
@@ -268,7 +269,7 @@ def test_training_goes_on_from_a_given_head(toy, finished, tmp_path):
 
 
 def test_dry_run_needs_configurations_only(toy, tmp_path, monkeypatch, capsys):
-    for name in ("load_pair", "start"):
+    for name in ("load_frozen", "start"):
         monkeypatch.setattr(entry, name, lambda *_: pytest.fail("a dry run loads nothing"))
     bare = tmp_path / "expert"
     bare.mkdir()

@@ -16,7 +16,7 @@ from dcd_core.models import load_pair
 from train import unroll
 from train.batches import Texts
 from train.online_expert import HeadStep
-from train.unroll import Unroll, align, count_rows, expert_targets, row_sums
+from train.unroll import Unroll, align, count_rows, draft_targets, row_sums
 
 E = STOP
 P, A = 50, 60
@@ -188,7 +188,7 @@ def test_expert_targets_renormalise_on_the_draft_vocabulary():
     weight, ids = torch.randn(96, 32), torch.arange(0, 96, 3)
     hidden = torch.randn(1, 6, 32)
     alignment = align([[P, P, P, A, A, E]], [[(3, 6)]], frozenset({E}))
-    targets = expert_targets(lambda rows: rows @ weight.T, hidden, alignment, ids)
+    [targets] = draft_targets([lambda rows: rows @ weight.T], [hidden], alignment, ids)
     # roots 2 and 3 pair with tokens 3 and 4: they learn L_3 and L_4
     logits = hidden[0, 3:5] @ weight.T
     assert torch.allclose(targets.probs, logits[:, ids].softmax(-1))

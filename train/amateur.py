@@ -74,11 +74,15 @@ def main(argv: list[str] | None = None) -> int:
     if ranks.first:
         print(f"training texts: {texts.describe()}; keeping layers {layers}", flush=True)
     identity = {"training texts": texts.hash, "expert weights": fingerprint(expert.model)}
-    engine, history = fit(module, stream, DistilStep(expert), config, ranks, identity, argv)
-    weights = full_weights(engine)
+    [trained] = fit({"": module}, stream, DistilStep(expert), config, ranks, identity, argv)
+    weights = full_weights(trained.engine)
     if ranks.first:
-        save_amateur(folder / "model", engine.module.amateur, weights, pair)
-        found = {**summary(texts, history), **report(config, pair, folder / "model", held_out), "layers": layers}
+        save_amateur(folder / "model", trained.engine.module.amateur, weights, pair)
+        found = {
+            **summary(texts, trained.history),
+            **report(config, pair, folder / "model", held_out),
+            "layers": layers,
+        }
         finish_run(folder, found)
         print(amateur_result(folder / "model", found), flush=True)
     barrier()

@@ -1,9 +1,9 @@
 """Checkpoints of a training run: whole or absent, rotating, and refused when the command has changed.
 
 ``checkpoints/step-00000120/`` holds DeepSpeed's files (weights, optimiser; one set per rank where ZeRO shards them),
-the random state of each rank and ``trainer.json`` (position in the data, settings, history). It is written under
-another name and renamed when every rank is done, so a folder of that name is always complete; ``latest`` is only a
-signpost.
+the random state of each rank and ``trainer.json`` (position in the data, settings, histories). Each member of a family
+has its files in a folder of its name, and all of them are of one step. It is written under another name and renamed
+when every rank is done, so a folder of that name is always complete; ``latest`` is only a signpost.
 """
 
 from __future__ import annotations
@@ -50,11 +50,19 @@ class Checkpoints:
                 self._remove(step)
         barrier()
 
-    def save(self, engine, step: int, position: tuple[int, int], history: list[dict]) -> None:
-        """Write the checkpoint after ``step`` optimiser steps; every rank must call it."""
+    def save(self, members: list, step: int, position: tuple[int, int]) -> None:
+        """Write the checkpoint after ``step`` optimiser steps; every rank must call it.
+
+        Args:
+            members: what is trained: each has a name (the only one of a run has none), an engine and a history.
+        """
         name, temporary = self._name(step), self.folder / f"{UNFINISHED}{self._name(step)}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        engine.save_checkpoint(str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=True)
+        for member in members:
+            place = temporary / member.name
+            member.engine.save_checkpoint(
+                str(place.parent), tag=place.name, save_latest=False, exclude_frozen_parameters=True
+            )
         torch.save(random_state(), temporary / f"random-{self.ranks.rank}.pt")
         if self.ranks.first:
             trainer = {
@@ -62,7 +70,7 @@ class Checkpoints:
                 "epoch": position[0],
                 "index": position[1],
                 "settings": self.settings,
-                "history": history,
+                "history": {member.name: member.history for member in members},
             }
             (temporary / "trainer.json").write_text(json.dumps(trainer, indent=1), encoding="utf-8")
         barrier()
@@ -73,8 +81,8 @@ class Checkpoints:
                 self._remove(old)
         barrier()
 
-    def resume(self, engine, position_of) -> tuple[int, list[dict]]:
-        """Load the newest checkpoint into the engine: its step and history, or ``(0, [])`` when there is none.
+    def resume(self, members: list, position_of) -> int:
+        """Load the newest checkpoint into the members, with their histories: its step, or 0 when there is none.
 
         Args:
             position_of: step -> (epoch, index) under the present data.
@@ -83,21 +91,24 @@ class Checkpoints:
         """
         steps = self.steps()
         if not steps:
-            return 0, []
+            return 0
         path = self.folder / self._name(steps[-1])
         trainer = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
         self._compare(trainer["settings"], path)
         if [trainer["epoch"], trainer["index"]] != list(position_of(trainer["step"])):
             raise UserError(f"{path}: its position in the data does not fit this data; start in another folder")
-        # frozen parameters are not in the checkpoint
-        strict = all(parameter.requires_grad for parameter in engine.module.parameters())
-        loaded, _ = engine.load_checkpoint(
-            str(self.folder), tag=path.name, load_module_strict=strict, load_lr_scheduler_states=False
-        )
-        if loaded is None:
-            raise UserError(f"{path} cannot be loaded: delete it to go on from the one before")
+        for member in members:
+            place, engine = path / member.name, member.engine
+            # frozen parameters are not in the checkpoint
+            strict = all(parameter.requires_grad for parameter in engine.module.parameters())
+            loaded, _ = engine.load_checkpoint(
+                str(place.parent), tag=place.name, load_module_strict=strict, load_lr_scheduler_states=False
+            )
+            if loaded is None:
+                raise UserError(f"{path} cannot be loaded: delete it to go on from the one before")
+            member.history = trainer["history"][member.name]
         restore_random_state(torch.load(path / f"random-{self.ranks.rank}.pt", weights_only=False))
-        return trainer["step"], trainer["history"]
+        return trainer["step"]
 
     def _compare(self, before: dict, path: Path) -> None:
         names = [name for name in {**before, **self.settings} if before.get(name) != self.settings.get(name)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -104,12 +105,13 @@ class DistilStep:
     def __init__(self, expert: LanguageModel):
         self.expert = expert
 
-    def __call__(self, engine, batch: Batch, denominators: list[float]) -> tuple[Tensor, Tensor]:
+    def __call__(self, engines: list, batch: Batch, denominators: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
         expert = self.expert
         ids, rows = batch.input_ids.to(expert.device), answer_rows(batch).to(expert.device)
         hidden = expert.forward_full(ids, logits=False).hidden
-        refuse_non_finite("final states", hidden, batch)
-        return engine(ids, rows, expert.output_layer, hidden[rows], denominators[0])
+        refuse_non_finite("the expert's final states", hidden, batch)
+        for engine in engines:
+            yield engine(ids, rows, expert.output_layer, hidden[rows], denominators[0])
 
 
 @torch.no_grad()

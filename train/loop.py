@@ -1,11 +1,16 @@
-"""The one training loop, for heads and amateurs: DeepSpeed engine, schedule, accumulation, metrics, save and resume."""
+"""The one training loop, for heads, families of heads and amateurs: DeepSpeed engines, schedule, accumulation, metrics,
+save and resume.
+
+A family is trained in lockstep: every member reads the same micro-batch, so that what is frozen runs once for all of
+them. Each has an engine of its own, hence its own optimiser, gradient norm and clipping, and its losses are bit by bit
+those of a run of its own.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -19,7 +24,8 @@ from dcd_core.files import remove
 from dcd_core.progress import Bar
 from train.batches import Batch, Stream
 from train.checkpoints import Checkpoints
-from train.processes import Ranks, add_up, barrier
+from train.meters import Board, Meter
+from train.processes import Ranks, barrier
 from train.schedule import learning_rate
 
 FREE = {"weights": False}
@@ -132,25 +138,51 @@ def refuse_start(config: LoopConfig) -> None:
     read_deepspeed_config(config.deepspeed_config)
 
 
+@dataclass
+class Member:
+    """One trained module of a run; the only one has no name.
+
+    Attributes:
+        history: logged metrics, one entry per logging.
+    """
+
+    name: str
+    engine: object
+    history: list[dict] = field(default_factory=list)
+    meter: Meter | None = None
+    board: Board | None = None
+
+    def log(self, group: str, metrics: dict[str, float], step: int, prefix: str = "") -> None:
+        """To the history and to TensorBoard."""
+        self.history.append({"step": step, **{f"{prefix}{name}": value for name, value in metrics.items()}})
+        self.board.write(group, metrics, step)
+
+
 def open_run(
-    engine, config: LoopConfig, ranks: Ranks, settings: dict, position_of: Callable, argv: list[str] | None
-) -> tuple[Checkpoints, int, list[dict]]:
-    """The run's checkpoints, and step and history of the newest, which is loaded into the engine.
+    members: list[Member],
+    config: LoopConfig,
+    ranks: Ranks,
+    settings: dict,
+    position_of: Callable,
+    argv: list[str] | None,
+    part: str = "",
+) -> tuple[Checkpoints, int]:
+    """The run's checkpoints, and the step of the newest, which is loaded into the members.
 
     With ``--overwrite``, what a finished run left is removed; an unfinished one is gone on with. The run's record is
     written last, when nothing can be refused any more: a refused start changes nothing.
     """
     folder = Path(config.output)
     if ranks.first and config.overwrite and (folder / "metrics.json").exists():
-        for part in ("metrics.json", "checkpoints", "tensorboard"):
-            remove(folder / part)
+        for left in ("metrics.json", "checkpoints", "tensorboard"):
+            remove(folder / left)
     barrier()
-    checkpoints = Checkpoints(folder / "checkpoints", config.keep, settings, ranks)
-    done, history = checkpoints.resume(engine, position_of)
+    checkpoints = Checkpoints(folder / "checkpoints" / part, config.keep, settings, ranks)
+    done = checkpoints.resume(members, position_of)
     if ranks.first:
         save_run(folder, config, argv, config.overwrite)
     barrier()
-    return checkpoints, done, history
+    return checkpoints, done
 
 
 def start_engine(module: nn.Module, config: LoopConfig, settings: dict):
@@ -180,89 +212,110 @@ def start_engine(module: nn.Module, config: LoopConfig, settings: dict):
 
 
 def fit(
-    module: nn.Module,
+    modules: Mapping[str, nn.Module],
     batches: Stream,
-    step: Callable[..., tuple[Tensor, Tensor]],
+    step: Callable[..., Iterable[tuple[Tensor, Tensor]]],
     config: LoopConfig,
     ranks: Ranks,
     identity: dict,
     argv: list[str] | None = None,
-    evaluate: Callable[[object], dict[str, float]] | None = None,
-    snapshots: Mapping[int, Callable[[object], None]] | None = None,
-) -> tuple[object, list[dict]]:
-    """Open the run folder and train ``module`` to the end, from the newest checkpoint if there is one.
+    evaluate: Callable[[list], list[dict[str, float]]] | None = None,
+    snapshots: Mapping[int, Callable[[list], None]] | None = None,
+    part: str = "",
+) -> list[Member]:
+    """Open the run folder and train ``modules`` to the end, from the newest checkpoint if there is one.
 
     Args:
+        modules: what is trained, by name; ``{"": module}`` for a run of one.
         batches: what this rank reads at each optimiser step.
-        step: ``step(engine, batch, denominators)`` runs one micro-batch: this rank's share of the optimiser step's loss
-            and a ``[unroll step, 4]`` tensor of sums (loss, correct, acceptance, rows).
+        step: ``step(engines, batch, denominators)`` runs one micro-batch: for each engine in turn, when it is asked
+            for, this rank's share of the optimiser step's loss and a ``[unroll step, 4]`` tensor of sums (loss,
+            correct, acceptance, rows). One member's graph is gone before the next one's is made.
         identity: more of what the weights depend on (hashes of data, vocabulary, expert); compared on resumption.
         argv: the flags, for the run's record.
-        evaluate: called by all ranks with the engine; its numbers are logged under ``eval/``.
-        snapshots: called by all ranks with the engine after these numbers of optimiser steps.
+        evaluate: called by all ranks with the engines; the numbers of each are logged under ``eval/``.
+        snapshots: called by all ranks with the engines after these numbers of optimiser steps.
+        part: name of the checkpoints' folder where a run trains its members in groups, one after the other.
     Returns:
-        The engine, and the history of logged metrics.
+        The members, in the order of ``modules``.
     Raises:
         UserError: NaN or inf, with the texts named; a checkpoint of another command; a folder of something else.
     """
     memory = read_deepspeed_config(config.deepspeed_config)
     total = total_steps(config, batches.plan.steps_per_epoch)
     settings = what_weights_depend_on(config, ranks, memory, identity)
-    engine = start_engine(module, config, memory)
-    checkpoints, done, history = open_run(engine, config, ranks, settings, batches.position, argv)
+    members = [Member(name, start_engine(module, config, memory)) for name, module in modules.items()]
+    engines = [member.engine for member in members]
+    checkpoints, done = open_run(members, config, ranks, settings, batches.position, argv, part)
     if done and ranks.first:
         print(f"resuming after step {done} of {total}", flush=True)
-    board = Board(Path(config.output) / "tensorboard", ranks, done)
-    meter = Meter(ranks)
-    with Bar(total, "training", "steps", done) as bar:
+    for member in members:
+        member.meter = Meter(ranks)
+        member.board = Board(Path(config.output) / "tensorboard" / member.name, ranks, done)
+    with Bar(total, f"training {part}".strip(), "steps", done) as bar:
         for number in range(done, total):
             rate = learning_rate(number, total, config.lr, config.warmup_steps, config.schedule, config.final_lr_ratio)
-            norm = optimiser_step(engine, batches, step, number, rate, meter)
+            norms = optimiser_step(members, batches, step, number, rate)
             last = number + 1 == total
             note = ""
             if last or (number + 1) % config.log_every == 0:
-                metrics = {**meter.read(), "lr": rate, "grad_norm": norm}
-                note = f"loss {metrics['loss']:.3f}, accuracy {metrics['accuracy/0']:.3f}"
-                history.append({"step": number + 1, **metrics})
-                board.write("train", metrics, number + 1)
+                for member, norm in zip(members, norms, strict=True):
+                    member.log("train", {**member.meter.read(), "lr": rate, "grad_norm": norm}, number + 1)
+                note = progress_note(members)
             if evaluate and (last or (config.eval_every and (number + 1) % config.eval_every == 0)):
-                found = evaluate(engine)
-                history.append({"step": number + 1, **{f"eval_{name}": value for name, value in found.items()}})
-                board.write("eval", found, number + 1)
-                meter.restart()
+                for member, found in zip(members, evaluate(engines), strict=True):
+                    member.log("eval", found, number + 1, prefix="eval_")
+                    member.meter.restart()
             if snapshots and number + 1 in snapshots:
-                snapshots[number + 1](engine)
+                snapshots[number + 1](engines)
             if last or (number + 1) % config.save_every == 0:
-                checkpoints.save(engine, number + 1, batches.position(number + 1), history)
+                checkpoints.save(members, number + 1, batches.position(number + 1))
             bar.update(1, note)
-    board.close()
-    return engine, history
+    for member in members:
+        member.board.close()
+    return members
 
 
-def optimiser_step(engine, batches: Stream, step, number: int, rate: float, meter: Meter) -> float:
-    """One optimiser step: all micro-batches of this rank. Returns the gradient norm before clipping."""
-    for group in engine.optimizer.param_groups:
-        group["lr"] = rate
+def progress_note(members: list[Member]) -> str:
+    """The last logged loss and accuracy; of a family their means."""
+    last = [member.history[-1] for member in members]
+    loss, accuracy = (sum(entry[name] for entry in last) / len(last) for name in ("loss", "accuracy/0"))
+    return f"loss {loss:.3f}, accuracy {accuracy:.3f}"
+
+
+def optimiser_step(members: list[Member], batches: Stream, step, number: int, rate: float) -> list[float]:
+    """One optimiser step of every member: all micro-batches of this rank. Returns gradient norms before clipping."""
+    engines = [member.engine for member in members]
+    for engine in engines:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
     micro, denominators = batches.at(number)
-    norm = None
+    norms: dict[str, Tensor | None] = {}
     for batch in micro:
-        loss, sums = step(engine, batch, denominators)
-        if not math.isfinite(loss.item()):
+        for member, (loss, sums) in zip(members, step(engines, batch, denominators), strict=True):
+            who = f" of {member.name}" if member.name else ""
+            if not math.isfinite(loss.item()):
+                raise UserError(
+                    f"the loss of optimiser step {number + 1}{who} is {loss.item()}; texts: {', '.join(batch.ids)}. "
+                    "Lower --lr, or take these texts out"
+                )
+            # the loss is already this rank's share of the whole step, but DeepSpeed averages over ranks
+            member.engine.backward(loss * member.engine.world_size, scale_wrt_gas=False)
+            if batch is micro[-1]:
+                norms[member.name] = plain_norm(member.engine)
+            member.engine.step()
+            member.meter.add(sums, batch.tokens)
+    found = []
+    for member in members:
+        norm = norms[member.name]
+        found.append(float(member.engine.get_global_grad_norm() if norm is None else norm))
+        if not math.isfinite(found[-1]):
+            who = f" of {member.name}" if member.name else ""
+            names = ", ".join(name for batch in micro for name in batch.ids)
             raise UserError(
-                f"the loss of optimiser step {number + 1} is {loss.item()}; texts: {', '.join(batch.ids)}. Lower --lr, "
-                "or take these texts out"
+                f"the gradient norm of optimiser step {number + 1}{who} is {found[-1]}; texts of this rank: {names}"
             )
-        # the loss is already this rank's share of the whole step, but DeepSpeed averages over ranks
-        engine.backward(loss * engine.world_size, scale_wrt_gas=False)
-        if batch is micro[-1]:
-            norm = plain_norm(engine)
-        engine.step()
-        meter.add(sums, batch.tokens)
-    norm = float(engine.get_global_grad_norm() if norm is None else norm)
-    if not math.isfinite(norm):
-        names = ", ".join(name for batch in micro for name in batch.ids)
-        raise UserError(f"the gradient norm of optimiser step {number + 1} is {norm}; texts of this rank: {names}")
-    return norm
+    return found
 
 
 def plain_norm(engine) -> Tensor | None:
@@ -283,71 +336,13 @@ def full_weights(engine) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
 
 
-class Meter:
-    """Sums over steps and ranks, divided once when they are read."""
-
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
-        self.restart()
-
-    def restart(self) -> None:
-        self.sums: Tensor | None = None
-        self.tokens = 0
-        self.start = time.monotonic()
-
-    def add(self, sums: Tensor, tokens: int) -> None:
-        self.sums = sums.double() if self.sums is None else self.sums + sums.double()
-        self.tokens += tokens
-
-    def read(self) -> dict[str, float]:
-        """Metrics per unroll step since the last reading, over all ranks; ``loss`` is step 0's mean."""
-        flat = torch.cat([self.sums.flatten().cpu(), torch.tensor([float(self.tokens)], dtype=torch.float64)])
-        flat = add_up(flat, self.ranks.device)
-        seconds = max(time.monotonic() - self.start, 1e-9)
-        metrics = {"loss": 0.0, **per_step(flat[:-1].view(-1, 4)), "tokens_per_s": float(flat[-1]) / seconds}
-        metrics["loss"] = metrics["loss/0"]
-        self.restart()
-        return metrics
-
-
-def per_step(sums: Tensor) -> dict[str, float]:
-    """Means per unroll step from ``[step, (loss, correct, acceptance, rows)]`` sums; steps without rows are left
-    out."""
-    metrics = {}
-    for index, (loss, correct, accepted, rows) in enumerate(sums.tolist()):
-        if rows:
-            metrics[f"loss/{index}"] = loss / rows
-            metrics[f"accuracy/{index}"] = correct / rows
-            metrics[f"acceptance/{index}"] = accepted / rows
-    metrics.setdefault("loss/0", 0.0)
-    metrics.setdefault("accuracy/0", 0.0)
-    return metrics
-
-
-class Board:
-    """TensorBoard on rank 0; after a resumption what was logged past the checkpoint is dropped."""
-
-    def __init__(self, folder: Path, ranks: Ranks, done: int):
-        self.writer = None
-        if ranks.first:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
-
-    def write(self, group: str, metrics: dict[str, float], step: int) -> None:
-        if self.writer:
-            for name, value in metrics.items():
-                self.writer.add_scalar(f"{group}/{name}", value, step)
-            self.writer.flush()
-
-    def close(self) -> None:
-        if self.writer:
-            self.writer.close()
-
-
 def refuse_non_finite(name: str, values: Tensor, batch: Batch) -> None:
-    """Raises UserError naming the texts whose rows of ``values`` hold NaN or inf."""
+    """Raises UserError naming the texts whose rows of ``values`` hold NaN or inf.
+
+    Args:
+        name: whose they are and what, such as "the expert's features".
+    """
     finite = torch.isfinite(values).flatten(1).all(dim=1)
     if not bool(finite.all()):
         bad = [text for text, good in zip(batch.ids, finite.tolist(), strict=True) if not good]
-        raise UserError(f"the expert's {name} hold NaN or inf for these texts: {', '.join(bad)}")
+        raise UserError(f"{name} hold NaN or inf for these texts: {', '.join(bad)}")

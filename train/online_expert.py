@@ -1,8 +1,9 @@
-"""The frozen expert beside the trained head: one training step, one evaluation, and what identifies the expert."""
+"""The frozen models beside the trained heads: one training step, one evaluation, and what identifies the models."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -10,54 +11,101 @@ from torch import Tensor, nn
 
 from dcd_core.files import content_hash
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.models import LanguageModel
+from dcd_core.heads.family import READS_AMATEUR, join_features
+from dcd_core.models import LanguageModel, Output
 from dcd_core.replay import Rollout, replay
 from train.batches import Batch, Texts
-from train.loop import full_weights, per_step, refuse_non_finite
+from train.loop import full_weights, refuse_non_finite
+from train.meters import per_step
 from train.processes import Ranks, add_up
-from train.unroll import Alignment, Targets, Unroll, align, expert_targets
+from train.unroll import EXPERT, Aim, Alignment, Targets, Unroll, align, draft_targets
 
 
 class HeadStep:
-    """One micro-batch: the expert's features and targets, then the head's unroll.
+    """One micro-batch of one head, or of a family: the frozen passes once, then each head's unroll.
 
     Args:
         expert: frozen, on this rank's device.
+        target_ids: expert id of each draft id.
         stop_ids: ids that end a turn.
+        aims: what each head imitates, in the order of the engines.
+        amateur: frozen; None where neither an aim nor the heads' input needs it.
+        amateur_input: what the heads read of the amateur (:data:`~dcd_core.heads.family.INPUTS`).
+        shuffle_seed: of the shuffled input.
     """
 
-    def __init__(self, expert: LanguageModel, target_ids: Tensor, stop_ids: frozenset[int]):
+    def __init__(
+        self,
+        expert: LanguageModel,
+        target_ids: Tensor,
+        stop_ids: frozenset[int],
+        aims: Sequence[Aim] = (EXPERT,),
+        amateur: LanguageModel | None = None,
+        amateur_input: str = "expert_only",
+        shuffle_seed: int = 0,
+    ):
         self.expert = expert
         self.target_ids = target_ids.to(expert.device)
         self.stop_ids = stop_ids
+        self.aims, self.amateur_input, self.shuffle_seed = tuple(aims), amateur_input, shuffle_seed
+        self.amateur_features = amateur_input in READS_AMATEUR
+        # an amateur of which nothing is needed is not run
+        needed = self.amateur_features or any(aim.reads_amateur for aim in aims)
+        self.models = [expert, amateur] if needed else [expert]
+        self.amateur_width = 3 * amateur.hidden_size if amateur else 0
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Alignment, Targets]:
-        """Features, embedded next tokens, alignment and targets of a batch.
+    def frozen(self, batch: Batch, ids: Tensor) -> list[Output]:
+        """The passes of the expert and, where something of it is needed, the amateur.
 
         Raises:
-            UserError: NaN or inf in the expert's features or final states, naming the texts.
+            UserError: NaN or inf in their features or final states, naming the texts.
         """
+        wanted = True, self.amateur_features
+        outputs = [
+            model.forward_full(ids, features=features, logits=False)
+            for model, features in zip(self.models, wanted, strict=False)
+        ]
+        for role, output in zip(("expert", "amateur"), outputs, strict=False):
+            if output.features is not None:
+                refuse_non_finite(f"the {role}'s features", output.features, batch)
+            refuse_non_finite(f"the {role}'s final states", output.hidden, batch)
+        return outputs
+
+    def each(self, batch: Batch) -> list[tuple[Tensor, Tensor, Alignment, Targets]]:
+        """What each head reads: features, embedded next tokens, alignment and targets; equal parts are shared."""
         expert = self.expert
         ids = batch.input_ids.to(expert.device)
-        output = expert.forward_full(ids, features=True, logits=False)
-        refuse_non_finite("features", output.features, batch)
-        refuse_non_finite("final states", output.hidden, batch)
+        outputs = self.frozen(batch, ids)
         alignment = align(batch.texts, batch.spans, self.stop_ids).to(expert.device)
-        targets = expert_targets(expert.output_layer, output.hidden, alignment, self.target_ids)
+        layers = [model.output_layer for model in self.models]
+        different = list(dict.fromkeys(self.aims))
+        found = draft_targets(layers, [output.hidden for output in outputs], alignment, self.target_ids, different)
+        targets = dict(zip(different, found, strict=True))
         following = torch.cat([ids[:, 1:], ids[:, -1:]], dim=1)
         with torch.no_grad():
             embeds = expert.embedding(following)
-        return output.features, embeds, alignment, targets
+        features = outputs[0].features
+        if self.amateur_input != "expert_only":
+            other = outputs[1].features if self.amateur_features else None
+            features = join_features(features, other, self.amateur_width, self.amateur_input, self.shuffle_seed)
+        return [(features, embeds, alignment, targets[aim]) for aim in self.aims]
 
-    def __call__(self, engine, batch: Batch, denominators: list[float]) -> tuple[Tensor, Tensor]:
-        return engine(*self.inputs(batch), denominators)
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Alignment, Targets]:
+        """:meth:`each` of the only head."""
+        [only] = self.each(batch)
+        return only
+
+    def __call__(self, engines: list, batch: Batch, denominators: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
+        for engine, inputs in zip(engines, self.each(batch), strict=True):
+            yield engine(*inputs, denominators)
 
 
 class HeldOut:
-    """Evaluation on held-out texts: teacher-forced metrics per step, and accepted length by replay.
+    """Evaluation on held-out texts: teacher-forced metrics per step, and accepted length by replay, of each head; the
+    frozen passes are shared.
 
     Replay walks the rounds that greedy chain drafting would make on these very answers; it is the decoder's own
-    accepted length where the answers are the expert's greedy ones, and close to it where they were sampled.
+    accepted length where the answers are the target's greedy ones, and close to it where they were sampled.
 
     Args:
         gamma: drafts per round.
@@ -66,18 +114,21 @@ class HeldOut:
     def __init__(self, texts: Texts, step: HeadStep, gamma: int, ranks: Ranks):
         self.texts, self.step, self.gamma, self.ranks = texts, step, gamma, ranks
 
-    def __call__(self, engine) -> dict[str, float]:
-        unroll = copy_module(engine)
-        totals = [torch.zeros(unroll.steps, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
+    def __call__(self, engines: list) -> list[dict[str, float]]:
+        heads = [copy_module(engine) for engine in engines]
+        totals = torch.zeros(len(heads), 4 * heads[0].steps + 3, dtype=torch.float64)
         for index in range(self.ranks.rank, len(self.texts), self.ranks.world):
             batch = self.texts.batch([index])
-            inputs = self.step.inputs(batch)
-            with torch.no_grad():
-                totals[0] += unroll(*inputs, [1.0] * unroll.steps)[1].double().cpu()
-            totals[1] += self.rounds(unroll.head, batch, inputs[0])
-        flat = add_up(torch.cat([part.flatten() for part in totals]), self.ranks.device)
-        accepted, emitted, rounds = flat[-3:].tolist()
-        found = per_step(flat[:-3].view(-1, 4))
+            for unroll, inputs, total in zip(heads, self.step.each(batch), totals, strict=True):
+                with torch.no_grad():
+                    total[:-3] += unroll(*inputs, [1.0] * unroll.steps)[1].double().cpu().flatten()
+                total[-3:] += self.rounds(unroll.head, batch, inputs[0])
+        return [self.means(total) for total in add_up(totals, self.ranks.device)]
+
+    def means(self, total: Tensor) -> dict[str, float]:
+        """Metrics of one head from its sums over all ranks."""
+        accepted, emitted, rounds = total[-3:].tolist()
+        found = per_step(total[:-3].view(-1, 4))
         if rounds:
             found |= {"accepted_length": accepted / rounds, "tokens_per_round": emitted / rounds}
         return found
@@ -97,7 +148,7 @@ def copy_module(engine) -> Unroll:
     """The trained module with its whole weights, off the engine (whose hooks and shards stay out of evaluation)."""
     trained = engine.module
     with torch.device("meta"):
-        head = Eagle3Head(trained.head.config)
+        head = type(trained.head)(trained.head.config)
     head.load_state_dict(
         {name.removeprefix("head."): tensor for name, tensor in full_weights(engine).items()}, strict=True, assign=True
     )
@@ -123,7 +174,7 @@ def feature_rms(expert: LanguageModel, texts: Texts, count: int = 16) -> Float[T
     for index in range(min(count, len(texts))):
         batch = texts.batch([index])
         features = expert.forward_full(batch.input_ids.to(expert.device), features=True, logits=False).features
-        refuse_non_finite("features", features, batch)
+        refuse_non_finite("the expert's features", features, batch)
         total += features[0, 1:].double().pow(2).sum(0)
         rows += features.shape[1] - 1
     return (total / max(rows, 1)).sqrt().float()
@@ -131,7 +182,8 @@ def feature_rms(expert: LanguageModel, texts: Texts, count: int = 16) -> Float[T
 
 @torch.no_grad()
 def scale_features(head: Eagle3Head, rms: Float[Tensor, " features"]) -> None:
-    """Divide the columns of a fresh ``fc`` by the size of the features they read, so that each starts with the same
-    say. Some channels are tens of times larger than others, and a short training does not undo that."""
+    """Divide the columns of a fresh ``fc`` by the size of the expert's features that they read, so that each starts
+    with the same say. Some channels are tens of times larger than others, and a short training does not undo that.
+    Columns after them (an amateur's) start at zero and stay there."""
     smallest = rms.median() / 1000
-    head.fc.weight.div_(rms.clamp_min(smallest) if smallest > 0 else torch.ones_like(rms))
+    head.fc.weight[:, : len(rms)].div_(rms.clamp_min(smallest) if smallest > 0 else torch.ones_like(rms))

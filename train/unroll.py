@@ -5,6 +5,7 @@ The shift and the mask live in :func:`align` and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from dcd_core.contrast import Target, scores
 
 LOGIT_BUDGET = 2**25
 """Most logits (rows x vocabulary) worked on at once, in elements; longer batches go in chunks."""
@@ -100,50 +103,86 @@ def count_rows(ids, spans: list[tuple[int, int]], stop_ids: frozenset[int], step
     return [sum(max(0, length - step) for length in lengths) for step in range(steps)]
 
 
+@dataclass(frozen=True)
+class Aim:
+    """What a head is to imitate: pi_CD(alpha) [DCD, Eq. 1], which is the expert at alpha 0; with alpha None the amateur
+    itself."""
+
+    alpha: float | None = 0.0
+
+    @property
+    def reads_amateur(self) -> bool:
+        return self.alpha != 0
+
+    def scores(self, rows: list[Float[Tensor, "*batch vocab"]]) -> Float[Tensor, "*batch vocab"]:
+        """Un-normalised scores from the rows of the expert and, where it is read, the amateur."""
+        return rows[1] if self.alpha is None else scores(rows[: 1 + self.reads_amateur], Target(alpha=self.alpha))
+
+
+EXPERT = Aim(0.0)
+MASK_RULE = "rows whose expert argmax over the whole vocabulary is a draft id, whatever a head imitates"
+"""Which of the aligned rows give a loss. By the expert for every target: else the losses of a family that differs in
+nothing but its targets would see different positions."""
+
+
 @dataclass
 class Targets:
-    """What the expert says at the tokens that root rows pair with: ``L_{t+1}`` for the M real roots, in row-major
+    """What a head learns at the tokens that root rows pair with: from ``L_{t+1}`` for the M real roots, in row-major
     order.
 
     Step ``i`` of a root learns the entry ``i`` places further (roots of one answer are consecutive).
     """
 
     probs: Float[Tensor, "entry draft"]
-    """softmax(L[t2d]): the expert renormalised on the draft vocabulary."""
+    """softmax(L[t2d]): the target renormalised on the draft vocabulary."""
     inside: Bool[Tensor, " entry"]
-    """Is the expert's argmax over its whole vocabulary a draft id?"""
+    """Is the expert's argmax over its whole vocabulary a draft id? (:data:`MASK_RULE`)"""
     mass: Float[Tensor, " entry"]
-    """Probability that the expert gives to the draft vocabulary as a whole."""
+    """Probability that the target gives to the draft vocabulary as a whole."""
 
 
 @torch.no_grad()
-def expert_targets(
-    output_layer,
-    hidden: Float[Tensor, "batch position hidden"],
+def draft_targets(
+    output_layers: Sequence[Callable[[Tensor], Tensor]],
+    hidden: Sequence[Float[Tensor, "batch position hidden"]],
     alignment: Alignment,
     target_ids: Int[Tensor, " draft"],
-) -> Targets:
-    """Expert rows at the drafted tokens, a chunk of positions at a time: T x V logits never exist at once.
+    aims: Sequence[Aim] = (EXPERT,),
+) -> list[Targets]:
+    """Target rows at the drafted tokens for several aims from one pass of each model's output layer, a chunk of
+    positions at a time: T x V logits never exist at once.
 
     Args:
-        output_layer: hidden states to logits over the real ids.
-        hidden: the expert's last hidden states (after its final norm).
+        output_layers: of the expert and, if an aim reads it, the amateur: hidden states to logits over the real ids.
+        hidden: their last hidden states (after the final norm).
         target_ids: expert id of each draft id.
     """
-    places = alignment.rows + 1
-    wanted = hidden.gather(1, places.clamp_max(hidden.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
-    wanted = wanted[alignment.trained(0)]
-    probs, inside, mass = [], [], []
+    places, real = alignment.rows + 1, alignment.trained(0)
+
+    def wanted(states: Tensor) -> Tensor:
+        index = places.clamp_max(states.shape[1] - 1)[..., None].expand(-1, -1, states.shape[-1])
+        return states.gather(1, index)[real]
+
     width = int(target_ids[-1]) + 1
     chunk = max(1, LOGIT_BUDGET // width)
-    for part in wanted.split(chunk):
-        logits = output_layer(part)
-        # a head on a padded vocabulary may hold ids that no tokenizer has: the expert never says them
-        draft = F.pad(logits, (0, max(0, width - logits.shape[1])), value=-float("inf"))[:, target_ids]
-        probs.append(torch.softmax(draft, dim=-1))
-        inside.append(draft.max(dim=-1).values == logits.max(dim=-1).values)
-        mass.append((draft.logsumexp(-1) - logits.logsumexp(-1)).exp())
-    return Targets(torch.cat(probs), torch.cat(inside), torch.cat(mass))
+    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in aims]
+    inside = []
+    for states in zip(*(wanted(some).split(chunk) for some in hidden), strict=True):
+        rows = [layer(some) for layer, some in zip(output_layers, states, strict=True)]
+        inside.append(_on_draft(rows[0], target_ids, width).max(dim=-1).values == rows[0].max(dim=-1).values)
+        for aim, found in zip(aims, parts, strict=True):
+            logits = aim.scores(rows)
+            draft = _on_draft(logits, target_ids, width)
+            found.append((torch.softmax(draft, dim=-1), (draft.logsumexp(-1) - logits.logsumexp(-1)).exp()))
+    return [
+        Targets(torch.cat([p for p, _ in found]), torch.cat(inside), torch.cat([m for _, m in found]))
+        for found in parts
+    ]
+
+
+def _on_draft(logits: Tensor, target_ids: Tensor, width: int) -> Tensor:
+    """Rows over the draft ids. A head on a padded vocabulary may hold ids that no tokenizer has: nobody says them."""
+    return F.pad(logits, (0, max(0, width - logits.shape[1])), value=-float("inf"))[:, target_ids]
 
 
 def row_sums(

@@ -1,0 +1,228 @@
+"""From a replays table to the matrix, its summary row, verdicts and controls. No torch.
+
+The family's members are trained on several contrast strengths (train-alpha) from several seeds; each is measured at
+several targets (infer-alpha) on the same prompts. L is accepted drafts over rounds, prompts and seeds pooled; every
+change is against train-alpha 0 at the same infer-alpha, on the same prompts and from the same seeds.
+"""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pandas as pd
+
+from dcd_core.errors import UserError
+from diagnostics.matrix_summary import summarise_matrix
+from diagnostics.resampling import RESAMPLES, Change, changes, ratio_of_sums
+from diagnostics.verdicts import MARGIN, headroom, headroom_clause, judge, verdict_sentence
+
+FAMILY = "family"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The family's sums [prompt, seed, train-alpha, infer-alpha], train-alpha 0 first."""
+
+    train_alphas: tuple[float, ...]
+    infer_alphas: tuple[float, ...]
+    seeds: tuple[int, ...]
+    prompts: tuple[str, ...]
+    accepted: np.ndarray
+    rounds: np.ndarray
+    acceptance: np.ndarray
+    top1: np.ndarray
+    positions: np.ndarray
+
+    def arms(self, numerator: str, denominator: str, infer: int | None = None) -> np.ndarray:
+        """Sums as `resampling.changes` takes them: [prompt, seed, train-alpha, infer-alpha (one or all), 2]."""
+        columns = slice(None) if infer is None else slice(infer, infer + 1)
+        return np.stack([getattr(self, name)[..., columns] for name in (numerator, denominator)], axis=-1)
+
+    def lengths(self) -> np.ndarray:
+        """L [train-alpha, infer-alpha]."""
+        return _ratio(self.accepted.sum((0, 1)), self.rounds.sum((0, 1)))
+
+    def acceptances(self) -> np.ndarray:
+        """Mean acceptance of sampled drafts on the shared history [train-alpha, infer-alpha]."""
+        return _ratio(self.acceptance.sum((0, 1)), self.positions.sum((0, 1)))
+
+
+def read_matrix(rows: pd.DataFrame) -> Matrix:
+    """The family's part of a replays table.
+
+    Raises:
+        UserError: no family, no train-alpha 0, or a prompt, seed and alpha without exactly one row.
+    """
+    rows = rows[rows["group"] == FAMILY]
+    if rows.empty:
+        raise UserError("the records hold no matched family of drafters")
+    keys = ("prompt_id", "seed", "train_alpha", "infer_alpha")
+    levels = [sorted(rows[key].unique().tolist()) for key in keys]
+    if levels[2][0] != 0:
+        raise UserError(f"the family has no drafter of train-alpha 0, the control; it has {levels[2]}")
+    ordered = rows.sort_values(list(keys))
+    shape = tuple(len(level) for level in levels)
+    if len(rows) != np.prod(shape) or ordered.duplicated(list(keys)).any():
+        raise UserError(
+            f"{len(rows)} rows do not give each of {shape[0]} prompts, {shape[1]} seeds, {shape[2]} train-alphas and "
+            f"{shape[3]} infer-alphas one row"
+        )
+    names = ("accepted", "rounds", "acceptance", "top1", "positions")
+    sums = [ordered[name].to_numpy(dtype=np.float64).reshape(shape) for name in names]
+    return Matrix(tuple(levels[2]), tuple(levels[3]), tuple(levels[1]), tuple(levels[0]), *sums)
+
+
+def summarise_replays(
+    rows: pd.DataFrame, gamma: int, margin: float = MARGIN, resamples: int = RESAMPLES, seed: int = 0
+) -> dict:
+    """Everything that the report says of one replays table, JSON-able; intervals are 95%, over prompts and seeds.
+
+    Returns:
+        `lengths`, `acceptances`: the matrices [train-alpha, infer-alpha], for sampled drafts on the shared history;
+        `summary`: the row of [DCD, Tab. 1]; `train_rows`: per train-alpha the mean over infer-alpha of its change;
+        `cells`: every comparison with its verdict; `verdicts`: of these the one per infer-alpha that training on the
+        same alpha is about, with the headroom and the sentence; `controls`: other drafters beside the control.
+    """
+    matrix = read_matrix(rows)
+    options = {"resamples": resamples, "seed": seed}
+    cells = _cells(matrix, margin, options)
+    found = {
+        "train_alphas": list(matrix.train_alphas),
+        "infer_alphas": list(matrix.infer_alphas),
+        "seeds": list(matrix.seeds),
+        "prompts": len(matrix.prompts),
+        "gamma": gamma,
+        "margin": margin,
+        "lengths": matrix.lengths().tolist(),
+        "acceptances": matrix.acceptances().tolist(),
+        "summary": summarise_matrix(matrix.lengths(), matrix.train_alphas).as_dict(),
+        "train_rows": _train_rows(matrix, options),
+        "cells": cells,
+        "verdicts": [],
+        "controls": _controls(rows, matrix, options),
+    }
+    for infer in matrix.infer_alphas:
+        cell = matched(cells, infer)
+        if cell is not None:
+            found["verdicts"].append(_verdict(cell, rows, matrix, gamma, margin, options))
+    return found
+
+
+def matched(cells: list[dict], infer_alpha: float) -> dict | None:
+    """The comparison that answers for this infer-alpha: training on the same alpha, or else on the nearest; none at 0,
+    where there is no contrast to know about."""
+    here = [cell for cell in cells if cell["infer_alpha"] == infer_alpha]
+    if infer_alpha == 0 or not here:
+        return None
+    return min(here, key=lambda cell: (abs(cell["train_alpha"] - infer_alpha), cell["train_alpha"]))
+
+
+def _cells(matrix: Matrix, margin: float, options: dict) -> list[dict]:
+    """Every train-alpha above 0 at every infer-alpha, judged as one grid."""
+    lengths, acceptances = matrix.lengths(), matrix.acceptances()
+    known: list[Change] = []
+    cells = []
+    for column, infer in enumerate(matrix.infer_alphas):
+        length = changes_of_length(matrix, column, options)
+        acceptance = changes(matrix.arms("acceptance", "positions", column), relative=False, **options)
+        for row, train in enumerate(matrix.train_alphas[1:], 1):
+            cell = {"train_alpha": train, "infer_alpha": infer, "length": float(lengths[row, column])}
+            cell |= {"control_length": float(lengths[0, column]), "control_acceptance": float(acceptances[0, column])}
+            cell["acceptance_change"] = acceptance[row - 1].interval().as_dict()
+            if length is not None:  # a control that is never accepted has no change relative to it
+                cell["change"] = length[row - 1].interval().as_dict()
+                cell["change_over_prompts"] = length[row - 1].interval(seeds=False).as_dict()
+                cell["seed_deviation"] = length[row - 1].seed_deviation
+                known.append(length[row - 1])
+            cells.append(cell)
+    judged = iter(judge(known, margin))
+    return [cell | (asdict(next(judged)) if "change" in cell else {"verdict": "undecided"}) for cell in cells]
+
+
+def changes_of_length(matrix: Matrix, infer: int, options: dict) -> list[Change] | None:
+    """Relative changes of L at one infer-alpha; None where the control's L is 0."""
+    if matrix.accepted[:, :, 0, infer].sum() == 0:
+        return None
+    return changes(matrix.arms("accepted", "rounds", infer), **options)
+
+
+def _train_rows(matrix: Matrix, options: dict) -> list[dict]:
+    """Per train-alpha above 0: mean L over infer-alpha minus the control's, in drafts a round and as a share."""
+    arms = matrix.arms("accepted", "rounds")
+    differences = changes(arms, relative=False, **options)
+    shares = changes(arms, **options) if matrix.accepted[:, :, 0].sum() > 0 else [None] * len(differences)
+    return [
+        {
+            "train_alpha": train,
+            "difference": difference.interval().as_dict(),
+            "gain": share.interval().as_dict() if share else None,
+        }
+        for train, difference, share in zip(matrix.train_alphas[1:], differences, shares, strict=True)
+    ]
+
+
+def _verdict(cell: dict, rows: pd.DataFrame, matrix: Matrix, gamma: int, margin: float, options: dict) -> dict:
+    """A comparison with the headroom at its infer-alpha, how much of it was realised, and the sentence."""
+    here = rows[(rows["group"] == FAMILY) & (rows["infer_alpha"] == cell["infer_alpha"])]
+    once = here[(here["train_alpha"] == 0) & (here["seed"] == matrix.seeds[0])]
+    ceilings = {
+        name: ratio_of_sums(once["prompt_id"], once[name], once["positions"], **options).as_dict()
+        for name in ("headroom_tv", "headroom_flip")
+    }
+    base = cell["control_acceptance"]
+    top1 = changes(matrix.arms("top1", "positions", matrix.infer_alphas.index(cell["infer_alpha"])), relative=False, **options)
+    greedy = top1[matrix.train_alphas.index(cell["train_alpha"]) - 1].interval().as_dict()
+    found = cell | ceilings | headroom(base, ceilings["headroom_tv"]["estimate"], gamma) | {"top1_change": greedy}
+    clause = headroom_clause(
+        ceilings["headroom_tv"]["estimate"], found["share_of_length"], found["acceptance_change"]
+    )
+    if "change" not in cell:
+        said = f"Undecided at alpha {cell['infer_alpha']:g}: no draft of the control was accepted"
+    else:
+        said = verdict_sentence(
+            cell["verdict"],
+            cell["infer_alpha"],
+            cell["change"],
+            cell["loss_ruled_out"],
+            margin,
+            None if cell["train_alpha"] == cell["infer_alpha"] else cell["train_alpha"],
+        )
+    return found | {"sentence": f"{said}; {clause}."}
+
+
+def _controls(rows: pd.DataFrame, matrix: Matrix, options: dict) -> list[dict]:
+    """Every other drafter (or family of them), by train-alpha and infer-alpha, against the family's train-alpha 0."""
+    found = []
+    others = rows[rows["group"] != FAMILY]
+    for (group, train, infer), part in others.groupby(["group", "train_alpha", "infer_alpha"], sort=False):
+        if infer not in matrix.infer_alphas:
+            continue
+        column = matrix.infer_alphas.index(infer)
+        entry = {"group": group, "input": part["input"].iloc[0], "train_alpha": train, "infer_alpha": infer}
+        seeds = tuple(sorted(part["seed"].unique().tolist()))
+        entry |= {"seeds": list(seeds), "length": float(_ratio(part["accepted"].sum(), part["rounds"].sum()))}
+        entry["acceptance"] = float(_ratio(part["acceptance"].sum(), part["positions"].sum()))
+        arms = _against_control(part, matrix, column, seeds)
+        if arms is not None and arms[:, :, 0, :, 0].sum() > 0:
+            (change,) = changes(arms, **options)
+            entry |= {"change": change.interval().as_dict(), "paired_seeds": arms.shape[1] > 1}
+        found.append(entry)
+    return found
+
+
+def _against_control(part: pd.DataFrame, matrix: Matrix, column: int, seeds: tuple[int, ...]) -> np.ndarray | None:
+    """[prompt, seed, (control, other), 1, 2]; seeds are pooled where the two do not have the same ones."""
+    tables = [
+        part.pivot_table(index="prompt_id", columns="seed", values=name, aggfunc="sum") for name in ("accepted", "rounds")
+    ]
+    if tables[0].index.tolist() != list(matrix.prompts) or any(table.isna().any(axis=None) for table in tables):
+        return None  # measured on other prompts
+    other = np.stack([table.to_numpy(dtype=np.float64) for table in tables], axis=-1)
+    control = np.stack([matrix.accepted[:, :, 0, column], matrix.rounds[:, :, 0, column]], axis=-1)
+    if seeds != matrix.seeds:
+        control, other = control.sum(1, keepdims=True), other.sum(1, keepdims=True)
+    return np.stack([control, other], axis=2)[:, :, :, None]
+
+
+def _ratio(numerator, denominator):
+    """A ratio of sums; 0 of 0 is 0, so that a text without any round has a length."""
+    return np.divide(numerator, denominator, out=np.zeros(np.shape(numerator)), where=np.asarray(denominator) > 0)

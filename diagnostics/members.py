@@ -1,0 +1,145 @@
+"""The drafters of a cross-alpha matrix: a matched family of heads, and controls beside it, over one pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dcd_core.decode import Prompt
+from dcd_core.errors import UserError
+from dcd_core.heads.checkpoint import load_head_config
+from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.heads.family import MANIFEST, READS_AMATEUR, Family, join_features
+from dcd_core.loading import head_for, load_models
+from dcd_core.models import Pair
+from dcd_core.replay import Rollout
+from diagnostics.cross_alpha_summary import FAMILY
+from diagnostics.loading import short_name
+
+METHODS = {"dual": "cross_alpha", "expert_only": "dcd_eagle3"}
+"""The decoding method of a drafter by its input; the other inputs are controls that no method decodes with."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a drafter stands among those that are compared, before it is loaded."""
+
+    group: str
+    name: str
+    path: str
+    input: str
+    train_alpha: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """One drafter and its place; `shuffle_seed` is that of a shuffled input."""
+
+    place: Place
+    head: Eagle3Head
+    shuffle_seed: int = 0
+
+    @property
+    def method(self) -> str | None:
+        """What decodes with it, if anything does."""
+        return METHODS.get(self.place.input)
+
+    def rollout(self, text: Text) -> Rollout:
+        """A text with the features that this drafter reads."""
+        width = 3 * self.head.config.amateur_hidden_size
+        joined = join_features(
+            text.features, text.amateur_features, width, self.place.input, self.shuffle_seed
+        )
+        return Rollout(text.ids, text.prompt_length, joined[0])
+
+
+@dataclass(frozen=True)
+class Text:
+    """Prompt and answer, and one pass of each model over them: tapped features and last hidden states.
+
+    `amateur_features` is None where no drafter reads any.
+    """
+
+    ids: Int[Tensor, " position"]
+    prompt_length: int
+    features: Float[Tensor, "1 position features"]
+    amateur_features: Float[Tensor, "1 position features"] | None
+    expert: Float[Tensor, "position hidden"]
+    amateur: Float[Tensor, "position hidden"] | None
+
+    @classmethod
+    @torch.no_grad()
+    def read(cls, pair: Pair, prompt: Prompt, answer: list[int], amateur_features: bool, amateur: bool = True) -> Text:
+        """Run the expert, and the amateur if anything of it is wanted."""
+        ids = torch.tensor([prompt.ids + answer], device=pair.expert.device)
+        expert = pair.expert.forward_full(ids, features=True, logits=False)
+        features = hidden = None
+        if amateur or amateur_features:
+            found = pair.amateur.forward_full(ids, features=amateur_features, logits=False)
+            features, hidden = found.features, found.hidden[0]
+        return cls(ids[0], len(prompt.ids), expert.features, features, expert.hidden[0], hidden)
+
+
+def find_places(family: list[str], controls: list[str]) -> list[Place]:
+    """Every drafter of a matched family (one run, or several that together are one) and of the controls: run folders of
+    other families, or heads.
+
+    Raises:
+        UserError: a family whose manifest does not match, or a control family that differs in more than its input.
+    """
+    main = Family.read(*family, kind="cross_alpha")
+    places = _members(FAMILY, main)
+    for control in controls:
+        if (Path(control) / MANIFEST).is_file():
+            other = Family.read(control, kind="cross_alpha")
+            main.refuse_unmatched(other)
+            places += _members(short_name(control), other)
+            continue
+        shape = load_head_config(control)
+        if shape.aligned_with == "amateur":
+            raise UserError(f"{control} imitates the amateur and drafts only beside another head; it is no control here")
+        name = short_name(control)
+        reads = "dual" if shape.kind == "dual_input" else "expert_only"
+        places.append(Place(name, name, control, reads, shape.train_alpha or 0.0, 0))
+    names = [(place.group, place.name) for place in places]
+    for group, name in names:
+        if names.count((group, name)) > 1:
+            raise UserError(f"two controls are called '{group}' and have a drafter '{name}'; rename one folder")
+    return places
+
+
+def _members(group: str, family: Family) -> list[Place]:
+    return [
+        Place(group, f"alpha_{m.alpha:g}_seed_{m.seed}", str(m.path), m.input, m.alpha, m.seed) for m in family.members
+    ]
+
+
+def load_members(
+    expert: str, amateur: str, places: list[Place], dtype: str, device: str, shuffle_seed: int = 0
+) -> tuple[Pair, list[Member]]:
+    """The pair, and every drafter.
+
+    Raises:
+        UserError: what cannot be loaded, or drafters that tap different layers, which one pass of a model cannot serve.
+    """
+    shapes = [load_head_config(place.path) for place in places]
+    first = next((i for i, shape in enumerate(shapes) if shape.kind == "dual_input"), 0)
+    for place, shape in zip(places, shapes, strict=True):
+        taps = [(shape.feature_layers, shapes[first].feature_layers)]
+        if shape.kind == "dual_input":
+            taps.append((shape.amateur_feature_layers, shapes[first].amateur_feature_layers))
+        if any(own != common for own, common in taps):
+            raise UserError(f"{place.path} taps other layers than {places[first].path}; compare them in two runs")
+    pair, head = load_models(expert, amateur, places[first].path, dtype, device)
+    heads = [head if index == first else head_for(pair, place.path) for index, place in enumerate(places)]
+    return pair, [Member(place, own, shuffle_seed) for place, own in zip(places, heads, strict=True)]
+
+
+def read_amateur(members: list[Member]) -> bool:
+    """Does any of these drafters need the amateur's features?"""
+    return any(member.place.input in READS_AMATEUR for member in members)

@@ -1,0 +1,126 @@
+"""Does contrast-aware training help? Verdicts from resampled changes, and the sentence that says them. No torch.
+
+A verdict is a claim about the true change of accepted length, as a share of L, against expert-aligned training:
+
+    helps       the change is above zero
+    no gain     a gain of the margin (1% of L) or more is ruled out
+    hurts       the change is below zero
+    undecided   none of these is sure
+
+"No gain" is claimed by an equivalence test and never from a difference that merely fails to be significant [DCD's own
+tables are single runs]. Each claim needs its bound of the 95% interval, i.e. a one-sided test at 2.5%, after Holm's
+correction over all comparisons of the grid. A change that is surely within the margin on both sides is "no gain" even
+where it is surely not zero: too small to matter either way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from diagnostics.resampling import Change, holm
+from diagnostics.wording import percent, points
+
+MARGIN = 0.01
+SIDE = 0.025  # of each one-sided test: a bound of a 95% interval
+VERDICTS = ("helps", "no gain", "hurts", "undecided")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One comparison: the verdict, what of it is sure, and p-values after Holm's correction over the grid.
+
+    Attributes:
+        gain_ruled_out, loss_ruled_out: of the margin or more.
+        p_equivalent: of the two one-sided tests (TOST) that the change is within the margin.
+        p_above, p_below: one-sided, that it is above or below zero.
+        comparisons: in the grid.
+    """
+
+    verdict: str
+    gain_ruled_out: bool
+    loss_ruled_out: bool
+    p_equivalent: float
+    p_above: float
+    p_below: float
+    comparisons: int
+
+
+def judge(changes: Sequence[Change], margin: float = MARGIN) -> list[Judged]:
+    """The verdict of every comparison of one grid, corrected for their number. `changes` are relative ones."""
+    no_gain = holm([change.p_below(margin) for change in changes])
+    no_loss = holm([change.p_above(-margin) for change in changes])
+    equivalent = holm([max(change.p_below(margin), change.p_above(-margin)) for change in changes])
+    above = holm([change.p_above(0.0) for change in changes])
+    below = holm([change.p_below(0.0) for change in changes])
+    found = []
+    for index in range(len(changes)):
+        gain_out, loss_out = bool(no_gain[index] < SIDE), bool(no_loss[index] < SIDE)
+        if below[index] < SIDE and not loss_out:
+            verdict = "hurts"
+        elif gain_out:
+            verdict = "no gain"
+        elif above[index] < SIDE:
+            verdict = "helps"
+        else:
+            verdict = "undecided"
+        ps = (float(values[index]) for values in (equivalent, above, below))
+        found.append(Judged(verdict, gain_out, loss_out, *ps, len(changes)))
+    return found
+
+
+def headroom(acceptance: float, ceiling: float, gamma: int) -> dict[str, float]:
+    """What a per-token gain of `ceiling` is in accepted length: drafts a round, and as a share of L.
+
+    At constant per-token acceptance a, L = sum over i = 1..gamma of a^i, and a ceiling h adds the sum of
+    (a + h)^i - a^i, capped at certain acceptance.
+    """
+    steps = np.arange(1, gamma + 1)
+    length = float((acceptance**steps).sum())
+    added = float((min(1.0, acceptance + ceiling) ** steps).sum()) - length
+    return {"added_length": added, "share_of_length": added / length if length > 0 else float("inf")}
+
+
+def verdict_sentence(
+    verdict: str,
+    alpha: float,
+    change: dict,
+    loss_ruled_out: bool,
+    margin: float = MARGIN,
+    trained_on: float | None = None,
+) -> str:
+    """The verdict in plain words, without its full stop.
+
+    `change` is an `Interval` as a dict, a share of L; `loss_ruled_out` of the margin or more; `trained_on` is the train-alpha where it is not `alpha` itself.
+    """
+    size, limit = f"L changes by {percent(change, sign=True)}", f"{100 * margin:g}%"
+    where = f"contrast-aware training at alpha {alpha:g}"
+    if trained_on is not None:
+        where += f" (trained on {trained_on:g})"
+    if verdict == "helps":
+        return f"A gain from {where}: {size}"
+    if verdict == "hurts":
+        return f"A loss from {where}: {size}, so it hurts"
+    if verdict == "no gain":
+        also = ", and so is a loss of that size" if loss_ruled_out else ""
+        return f"No gain from {where}: {size}, so a gain of {limit} or more is ruled out{also}"
+    sure = change["low"] is not None and (change["low"] > 0 or change["high"] < margin)
+    corrected = ", once the number of comparisons is allowed for," if sure else ""
+    return f"Undecided for {where}: {size}, which{corrected} neither shows a gain nor rules out one of {limit} or more"
+
+
+def headroom_clause(ceiling: float, share_of_length: float, realised: dict | None) -> str:
+    """What aiming at the contrast could add, and how much of it was realised. `ceiling` is a probability per token,
+    `realised` an `Interval` as a dict in the same unit."""
+    # a ceiling above L itself (a drafter that hardly ever agrees) is no percentage that says anything
+    share = f" ({_digits(100 * share_of_length)}% of L)" if share_of_length <= 1 else ""
+    clause = (
+        "at equal approximation error, aiming at the contrast could add at most "
+        f"{_digits(100 * ceiling)} points of per-token acceptance{share}"
+    )
+    return clause if realised is None else f"{clause}; realised were {points(realised, 2, sign=True)}"
+
+
+def _digits(value: float) -> str:
+    """4, 1.9, 0.03: no digits that nobody needs, and never a zero that is none."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

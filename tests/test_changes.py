@@ -1,0 +1,134 @@
+"""Changes against a baseline over prompts and training seeds: exact values, and coverage and size by simulation."""
+
+import numpy as np
+import pytest
+
+from dcd_core.errors import UserError
+from diagnostics.resampling import changes, paired_difference
+
+
+def world(generator, prompts, seeds, arms, own=0.1, shared=0.0, seed_deviation=0.0, effect=0.0):
+    """Sums [prompt, seed, arm, 1, 2] of heads whose L is 2; arms above 0 differ from it by `effect` of L."""
+    rounds = generator.integers(15, 35, size=prompts).astype(float)
+    length = generator.gamma(8, 0.25, size=prompts)[:, None, None] * np.ones((1, seeds, arms))
+    length *= 1 + np.array([0] + [effect] * (arms - 1))
+    length *= 1 + generator.normal(size=(1, seeds, arms)) * seed_deviation
+    length *= 1 + generator.normal(size=(prompts, seeds, arms)) * own
+    length *= 1 + generator.normal(size=(prompts, 1, arms)) * shared
+    accepted = rounds[:, None, None] * length
+    return np.stack([accepted, np.broadcast_to(rounds[:, None, None], accepted.shape)], -1)[..., None, :]
+
+
+def test_the_estimate_is_of_ratios_of_sums_and_a_mean_over_parts():
+    sums = np.zeros((2, 1, 2, 2, 2))
+    sums[..., 1] = [10, 20]
+    sums[:, 0, 0, :, 0] = [[10, 20], [10, 20]]  # L = 1 in both parts
+    sums[:, 0, 1, :, 0] = [[12, 26], [14, 34]]  # L = 1.3 and 1.5
+    for relative in (True, False):
+        (found,) = changes(sums, relative=relative, resamples=200)
+        assert found.estimate == pytest.approx(0.4)
+    doubled = sums.copy()
+    doubled[..., 0] *= 2
+    assert changes(doubled, resamples=200)[0].estimate == pytest.approx(0.4)
+    assert changes(doubled, relative=False, resamples=200)[0].estimate == pytest.approx(0.8)
+
+
+def test_one_seed_is_the_paired_bootstrap_over_prompts():
+    sums = world(np.random.default_rng(0), 60, 1, 2)
+    prompts = np.arange(60)
+    arm, base = ((prompts, sums[:, 0, which, 0, 0], sums[:, 0, which, 0, 1]) for which in (1, 0))
+    one = paired_difference(arm, base, resamples=2000, seed=5)
+    found = changes(sums, relative=False, resamples=2000, seed=5)[0]
+    assert found.interval().low == pytest.approx(one.low) and found.interval().high == pytest.approx(one.high)
+    assert found.seed_deviation is None and found.interval().as_dict() == found.interval(seeds=False).as_dict()
+
+
+def test_p_values_are_those_of_the_interval():
+    found = changes(world(np.random.default_rng(1), 80, 3, 3, effect=0.01), resamples=4000)[1]
+    interval = found.interval()
+    assert found.p_below(interval.high) == pytest.approx(0.025, abs=0.002)
+    assert found.p_above(interval.low) == pytest.approx(0.025, abs=0.002)
+    assert found.p_below(10.0) == pytest.approx(1 / 4001), "never zero"
+
+
+def test_seeds_that_differ_widen_the_interval_and_equal_ones_do_not():
+    generator = np.random.default_rng(2)
+    calm = changes(world(generator, 150, 3, 4), resamples=2000)
+    wild = changes(world(generator, 150, 3, 4, seed_deviation=0.03), resamples=2000)
+
+    def widths(found, seeds):
+        return np.mean([one.interval(seeds=seeds).high - one.interval(seeds=seeds).low for one in found])
+
+    assert widths(wild, True) > 3 * widths(wild, False)
+    assert widths(calm, True) < 1.6 * widths(calm, False)
+    assert min(one.seed_deviation for one in wild) > 0.01
+
+
+def rates(effect, trials=200, **options):
+    """Shares of simulated studies whose 95% interval holds the truth, that wrongly rule out a gain of exactly the
+    truth, and that wrongly find a gain above it."""
+    generator, held, ruled_out, above, count = np.random.default_rng(3), 0, 0, 0, 0
+    for trial in range(trials):
+        for found in changes(world(generator, effect=effect, **options), resamples=300, seed=trial):
+            interval = found.interval()
+            held += interval.low <= effect <= interval.high
+            ruled_out += found.p_below(effect) < 0.025
+            above += found.p_above(effect) < 0.025
+            count += 1
+    return held / count, ruled_out / count, above / count
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seeds": 1},
+        {"seeds": 3},
+        {"seeds": 3, "seed_deviation": 0.005},
+        {"seeds": 3, "seed_deviation": 0.03},
+        {"seeds": 3, "seed_deviation": np.array([0.004, 0.004, 0.01, 0.02])},
+        {"seeds": 3, "shared": 0.1, "seed_deviation": 0.01},
+    ],
+    ids=["one seed", "equal seeds", "like the prompts", "seeds dominate", "unequal", "prompts shared"],
+)
+def test_coverage_and_size(options):
+    """95% intervals hold the truth 95% of the time, and each one-sided test errs at most about 2.5% of the time."""
+    held, ruled_out, above = rates(0.01, prompts=100, arms=4, **options)
+    assert held >= 0.92
+    assert ruled_out <= 0.045 and above <= 0.045
+
+
+def test_redrawing_three_seeds_would_not_do():
+    """The negative control: seeds drawn like prompts give intervals that miss the truth far more often than 5%."""
+    generator, held = np.random.default_rng(4), 0
+    for _ in range(200):
+        values = world(generator, 100, 3, 2, seed_deviation=0.03)[..., 0, 0].sum(0)
+        ratio = values[:, 1] / values[:, 0] - 1
+        drawn = ratio[generator.integers(0, 3, size=(300, 3))].mean(1)
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        held += low <= 0 <= high
+    assert held / 200 < 0.85
+
+
+def test_one_prompt_has_no_interval_and_decides_nothing():
+    found = changes(world(np.random.default_rng(5), 1, 3, 2), resamples=50)[0]
+    assert found.interval().low is None and found.p_below(1.0) == found.p_above(-1.0) == 1.0
+
+
+def test_prompts_without_rounds_count_nothing():
+    sums = world(np.random.default_rng(6), 30, 2, 2)
+    padded = np.concatenate([sums, np.zeros((3, *sums.shape[1:]))])
+    assert changes(padded, resamples=100)[0].estimate == pytest.approx(changes(sums, resamples=100)[0].estimate)
+    lonely = np.concatenate([sums[:1], np.zeros((3, *sums.shape[1:]))])
+    found = changes(lonely, resamples=200)[0]
+    assert np.isfinite(found.draws).all() and 0 < len(found.draws) < 200
+
+
+def test_refusals():
+    sums = world(np.random.default_rng(7), 5, 1, 2)
+    sums[:, :, 0, :, 0] = 0
+    with pytest.raises(UserError, match="baseline's value is zero"):
+        changes(sums)
+    assert changes(sums, relative=False, resamples=50)[0].estimate > 0
+    sums[..., 1] = 0
+    with pytest.raises(UserError, match="denominator is zero"):
+        changes(sums, relative=False)

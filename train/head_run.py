@@ -1,0 +1,154 @@
+"""What every trainer of heads is given and builds: settings, frozen models, draft vocabulary, stream, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from data_prep.vocabulary import DraftVocabulary, build_vocabulary, load_vocabulary
+from dcd_core.chat import stop_ids
+from dcd_core.config import refuse_below
+from dcd_core.errors import UserError
+from dcd_core.files import content_hash
+from dcd_core.heads.dual_input import DualInputHead
+from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.models import Pair, load_pair
+from train.batches import Plan, Stream, Texts
+from train.loop import FREE, LoopConfig
+from train.online_expert import HeadStep, HeldOut, feature_rms, fingerprint, scale_features
+from train.processes import Ranks
+from train.unroll import count_rows
+
+
+@dataclass(kw_only=True)
+class HeadConfig(LoopConfig):
+    """Settings of a head's training (those of the loop come first)."""
+
+    expert: str = field(metadata={"help": "expert: hub id or folder", **FREE})
+    train_tokens: list[str] = field(metadata={"help": "token files to train on", **FREE})
+    eval_tokens: list[str] = field(default_factory=list, metadata={"help": "token files held out", **FREE})
+    max_answer_tokens: int = field(default=0, metadata={"help": "train on the first texts up to this many; 0: all"})
+    eval_texts: int = field(default=0, metadata={"help": "held-out texts to evaluate on; 0: all", **FREE})
+    gamma: int = field(default=5, metadata={"help": "drafts per round in evaluation", **FREE})
+    draft_vocab_size: int = field(default=32000, metadata={"help": "ids the head can draft"})
+    vocabulary: str = field(default="", metadata={"help": "ready draft vocabulary (default: count answers)", **FREE})
+    unroll_steps: int = field(default=7, metadata={"help": "drafts unrolled in training"})
+    step_decay: float = field(default=0.8, metadata={"help": "weight of step i is this to the i"})
+    loss_normalisation: Literal["step", "eagle"] = field(
+        default="step",
+        metadata={"help": "divide by the loss rows of the optimiser step, or like EAGLE by all positions"},
+    )
+    feature_scaling: Literal["rms", "none"] = field(
+        default="rms", metadata={"help": "start fc from features of equal size, or as they come"}
+    )
+    head_layers: int = field(default=1, metadata={"help": "decoder blocks of the head: its depth"})
+    head_intermediate_size: int = field(default=0, metadata={"help": "width of the head's MLPs; 0: the expert's"})
+    expert_dtype: Literal["float32", "bfloat16"] = field(default="bfloat16", metadata={"help": "of the frozen models"})
+    feature_layers: list[int] = field(
+        default_factory=list, metadata={"help": "taps, as indices of hidden_states (default: 2, n//2, n-3)"}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.expert or not self.train_tokens:
+            raise ValueError("--expert (hub id or folder) and --train_tokens (token files) are both needed")
+        refuse_below(self, draft_vocab_size=1, unroll_steps=1, gamma=1, head_layers=1, head_intermediate_size=0)
+        refuse_taps(self, "feature_layers")
+
+
+def refuse_taps(config, name: str) -> None:
+    """Raises ValueError unless the setting is empty or three distinct layers."""
+    taps = getattr(config, name)
+    if taps and (len(taps) != 3 or len(set(taps)) != 3):
+        raise ValueError(f"--{name} takes three distinct layers, got {taps}")
+
+
+def load_frozen(
+    config: HeadConfig, ranks: Ranks, amateur: str = "", amateur_taps: list[int] | None = None
+) -> tuple[Pair, frozenset[int]]:
+    """The frozen models on this rank's device, and the ids that end the expert's turns."""
+    pair = load_pair(
+        config.expert,
+        amateur or None,
+        dtype=config.expert_dtype,
+        device=str(ranks.device),
+        feature_layers=tuple(config.feature_layers) or None,
+        amateur_feature_layers=tuple(amateur_taps or ()) or None,
+    )
+    if pair.expert.feature_layers is None:
+        raise UserError(f"{config.expert} has too few layers for the default taps; give --feature_layers")
+    return pair, frozenset(stop_ids(pair.tokenizer, config.expert))
+
+
+def draft_vocabulary(config: HeadConfig, vocab: int) -> DraftVocabulary:
+    """The given draft vocabulary, or the training answers' most frequent ids."""
+    if config.vocabulary:
+        return load_vocabulary(config.vocabulary)
+    return build_vocabulary(config.train_tokens, vocab, config.draft_vocab_size)
+
+
+def fresh_head(
+    config: HeadConfig,
+    pair: Pair,
+    vocabulary: DraftVocabulary,
+    rms: Tensor | None,
+    seed: int,
+    reads_amateur: bool = False,
+    **declared,
+) -> Eagle3Head:
+    """A head with initial weights, in fp32: DeepSpeed makes it what ``--dtype`` says.
+
+    Args:
+        rms: size of the expert's features, to start from features of equal size; None takes them as they come.
+        reads_amateur: whether its features are those of both models.
+        declared: further fields of the head's configuration, such as ``aligned_with``.
+    """
+    expert = pair.expert
+    shape = {"layers": config.head_layers, "intermediate_size": config.head_intermediate_size or None, **declared}
+    rows = expert.model.lm_head.weight.float()
+    if reads_amateur:
+        taps = expert.feature_layers, pair.amateur.feature_layers
+        models = expert.config, pair.amateur.config
+        head = DualInputHead.from_pair(*models, vocabulary, *taps, seed, rows, **shape)
+    else:
+        head = Eagle3Head.from_expert(expert.config, vocabulary, expert.feature_layers, seed, rows, **shape)
+    head = head.to(expert.device)
+    if rms is not None:
+        scale_features(head, rms)
+    return head
+
+
+def sizes_of_features(config: HeadConfig, pair: Pair, texts: Texts) -> Tensor | None:
+    """What :func:`fresh_head` scales by."""
+    return feature_rms(pair.expert, texts) if config.feature_scaling == "rms" else None
+
+
+def training_stream(config: HeadConfig, texts: Texts, ranks: Ranks, stops: frozenset[int]) -> Stream:
+    """The order in which this rank reads the texts, and how many rows of each give a loss."""
+    plan = Plan(tuple(texts.lengths), config.batch_size, ranks.world, config.gradient_accumulation, config.seed)
+
+    def count(sample) -> list[int]:
+        return count_rows(sample.input_ids, sample.answer_spans, stops, config.unroll_steps)
+
+    return Stream(texts, plan, ranks.rank, count, config.loss_normalisation)
+
+
+def held_out(config: HeadConfig, step: HeadStep, ranks: Ranks) -> Callable[[list], list[dict]] | None:
+    """Evaluation on the held-out texts, if there are any."""
+    if not config.eval_tokens:
+        return None
+    texts = Texts.load(config.eval_tokens, config.max_length, step.expert.vocab, first=config.eval_texts)
+    return HeldOut(texts, step, config.gamma, ranks)
+
+
+def identity(texts: Texts, target_ids: Tensor, pair: Pair) -> dict[str, str]:
+    """Hashes of what a head's weights depend on beside the flags."""
+    found = {
+        "training texts": texts.hash,
+        "draft vocabulary": content_hash(target_ids.tolist()),
+        "expert weights": fingerprint(pair.expert.model),
+    }
+    return found | ({"amateur weights": fingerprint(pair.amateur.model)} if pair.amateur else {})
