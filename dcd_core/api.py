@@ -22,8 +22,8 @@ from dcd_core.decode import Assembled, Generation, Prompt, Scorer, Settings, che
 from dcd_core.detokenise import TextPieces, answer_ids, text_of
 from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.loading import load_models
-from dcd_core.methods import METHODS, assemble
+from dcd_core.loading import head_for, load_models
+from dcd_core.methods import KINDS, METHODS, assemble
 from dcd_core.models import LanguageModel, Pair, load_scorer
 from dcd_core.prompts import prompt_ids
 
@@ -35,14 +35,21 @@ OPTIONS = (*TARGET_OPTIONS, *(field.name for field in fields(Settings) if field.
 
 
 def load(
-    expert: str, amateur: str = "", head: str = "", dtype: str = "bfloat16", device: str = "auto", lm: str = ""
+    expert: str,
+    amateur: str = "",
+    head: str = "",
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    lm: str = "",
+    amateur_head: str = "",
 ) -> Decoder:
     """Load an expert with what its methods need: folders or hub ids.
 
     Args:
         amateur: for methods with contrast.
-        head: an EAGLE3 head of this expert, for methods that draft with one.
+        head: an EAGLE3 head of this expert, for methods that draft with one; a dual-input head for ``cross_alpha``.
         lm: a small language model, for ``dcd_lm``, which drafts with it.
+        amateur_head: a second head of this expert, which imitates the amateur, for ``dual``.
         dtype: ``float32`` where two methods shall give the same text to the last token; rounding moves near-ties in
             ``bfloat16``.
         device: ``auto`` is the accelerator if there is one.
@@ -50,7 +57,9 @@ def load(
         UserError: a model or head that cannot be loaded, vocabularies that differ, the head of another expert.
     """
     pair, loaded = load_models(expert, amateur, head, dtype, device)
-    return Decoder(pair, loaded, stop_ids(pair.tokenizer, expert), load_scorer(lm, pair) if lm else None)
+    decoder = Decoder(pair, loaded, stop_ids(pair.tokenizer, expert), load_scorer(lm, pair) if lm else None)
+    decoder.amateur_head = head_for(pair, amateur_head)
+    return decoder
 
 
 @dataclass
@@ -70,6 +79,7 @@ class Decoder:
         lm: a small language model, for the method that drafts with one.
         contrast: the scorers after the expert for targets of other models than the pair's
             (:mod:`dcd_core.scorers`, with ``target=Target.proxy(...)`` or ``Target.guidance(...)``).
+        amateur_head: a second head, which imitates the amateur.
     """
 
     def __init__(
@@ -79,8 +89,10 @@ class Decoder:
         stops: tuple[int, ...] = (),
         lm: LanguageModel | None = None,
         contrast: list[Scorer] | None = None,
+        amateur_head: Eagle3Head | None = None,
     ):
         self.pair, self.head, self.stops, self.lm, self.contrast = pair, head, stops, lm, contrast
+        self.amateur_head = amateur_head
 
     def stream(self, prompt: str | Messages | Prompt, method: str = METHOD, *, raw: bool = False, **options) -> Stream:
         """Answer one prompt, piece by piece: iterate over it for the text.
@@ -133,8 +145,9 @@ class Decoder:
             UserError: it is unknown, or what it needs is not loaded.
         """
         others = self.contrast is not None or self.pair.amateur is not None
-        refuse_missing(method, amateur=others, head=self.head is not None, lm=self.lm is not None)
-        return assemble(method, self.pair, self.head, self.contrast, self.lm)
+        heads = {"head": self.head is not None, "amateur_head": self.amateur_head is not None}
+        refuse_missing(method, amateur=others, lm=self.lm is not None, **heads)
+        return assemble(method, self.pair, self.head, self.contrast, self.lm, self.amateur_head)
 
 
 class Stream:
@@ -193,7 +206,7 @@ def make_settings(stops: tuple[int, ...] = (), **options) -> Settings:
     return Settings(target=target, stop_ids=stops, **given)
 
 
-def refuse_missing(method: str, *, amateur: bool, head: bool, lm: bool) -> None:
+def refuse_missing(method: str, *, amateur: bool, head: bool, lm: bool, amateur_head: bool) -> None:
     """Refuse a method that lacks something, before anything is loaded for it.
 
     Raises:
@@ -203,7 +216,8 @@ def refuse_missing(method: str, *, amateur: bool, head: bool, lm: bool) -> None:
         raise UserError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
     for is_there, needed, what, flag in (
         (amateur, METHODS[method].contrast, "contrasts with an amateur", "amateur"),
-        (head, METHODS[method].needs_head, "drafts with an EAGLE3 head", "head"),
+        (head, METHODS[method].needs_head, f"drafts with {KINDS[METHODS[method].head_kind]}", "head"),
+        (amateur_head, METHODS[method].needs_amateur_head, "drafts with a second head", "amateur_head"),
         (lm, METHODS[method].needs_lm, "drafts with a small language model", "lm"),
     ):
         if needed and not is_there:

@@ -54,7 +54,8 @@ class Config(LoopFlags):
 
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
     amateur: str = field(default="", metadata={"help": "amateur: model folder or hub id (methods with contrast)"})
-    head: str = field(default="", metadata={"help": "EAGLE3 head: folder or hub id (methods with EAGLE3 drafts)"})
+    head: str = field(default="", metadata={"help": "head: folder or hub id (methods that draft with one)"})
+    amateur_head: str = field(default="", metadata={"help": "second EAGLE3 head, which imitates the amateur (dual)"})
     lm: str = field(default="", metadata={"help": "small language model: folder or hub id (dcd_lm drafts with it)"})
     method: str = field(default=METHOD, metadata={"help": f"one of {', '.join(METHODS)}"})
     compare: str = field(
@@ -107,7 +108,8 @@ class Config(LoopFlags):
         check_target(self)
         others = bool(self.amateur) or self.target in ("proxy", "guidance")
         for method in self.methods:
-            refuse_missing(method, amateur=others, head=bool(self.head), lm=bool(self.lm))
+            heads = {"head": bool(self.head), "amateur_head": bool(self.amateur_head)}
+            refuse_missing(method, amateur=others, lm=bool(self.lm), **heads)
         if self.compare and (self.batch > 1 or self.compare == self.method):
             raise ValueError("--compare sets two methods side by side, one prompt at a time; leave --batch out")
         make_settings(**self.options)
@@ -143,7 +145,8 @@ def main(argv: list[str] | None = None) -> int:
     prompts = asked if config.interactive else list(asked)
     if prompts == []:
         raise UserError("there is no prompt: give --prompt, --prompts, or text on the standard input")
-    decoder = load(config.expert, config.amateur, config.head, config.dtype, config.device, config.lm)
+    models = (config.expert, config.amateur, config.head, config.dtype, config.device, config.lm, config.amateur_head)
+    decoder = load(*models)
     decoder.contrast = contrast_of(config, decoder)
     tallies = {method: Tally() for method in config.methods}
     try:

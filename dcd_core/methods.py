@@ -62,6 +62,12 @@ class Method:
         """A pair and an EAGLE3 head are all that it needs: what scripts try unless told otherwise."""
         return not (self.needs_lm or self.needs_amateur_head or self.reads_amateur)
 
+    def can_draft_with(self, head: Eagle3Head | None, amateur_head: Eagle3Head | None) -> bool:
+        """Whether these are the heads that it needs, if it needs any."""
+        if not self.needs_head:
+            return True
+        return head is not None and head.kind == self.head_kind and not (self.needs_amateur_head and not amateur_head)
+
     @property
     def reads_amateur(self) -> bool:
         """Its head reads the features of the first model after the expert."""

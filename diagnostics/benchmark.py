@@ -24,7 +24,7 @@ from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, ref
 from dcd_core.decode import Settings
 from dcd_core.files import write_text_atomic
 from dcd_core.flags import LoopFlags
-from dcd_core.loading import load_models
+from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.models import load_scorer
 from dcd_core.prompts import read_prompts
@@ -48,13 +48,15 @@ class Config(LoopFlags):
     prompts: str = field(metadata={"help": "prompts, JSONL {id, messages}"})
     output: str = field(metadata={"help": "folder for the records"})
     amateur: str = field(default="", metadata={"help": "amateur: model folder or hub id (methods with contrast)"})
-    head: str = field(default="", metadata={"help": "EAGLE3 head: folder or hub id (methods with EAGLE3 drafts)"})
+    head: str = field(default="", metadata={"help": "head: folder or hub id (methods that draft with one)"})
+    amateur_head: str = field(default="", metadata={"help": "second EAGLE3 head, which imitates the amateur (dual)"})
     lm: str = field(default="", metadata={"help": "small language model that dcd_lm drafts with: folder or hub id"})
     methods: list[str] = field(
-        default_factory=lambda: [name for name, method in METHODS.items() if not method.needs_lm],
+        default_factory=lambda: [name for name, method in METHODS.items() if method.usual],
         metadata={
             "help": f"any of {', '.join(METHODS)}, also in other forms than the flags say, such as dcd_eagle3@5x4:10 "
-            "(depth, branch and nodes of a tree) or dcd_eagle3@deferred; cd is the baseline (default: all but dcd_lm)"
+            "(depth, branch and nodes of a tree) or dcd_eagle3@deferred; cd is the baseline "
+            "(default: all that need no more than an EAGLE3 head)"
         },
     )
     alphas: list[float] = field(default_factory=lambda: [0.1, 0.5], metadata={"help": "contrast strengths"})
@@ -116,7 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     lm = load_scorer(config.lm, pair) if config.lm else None
-    methods = {entry.method: assemble(entry.method, pair, head, lm=lm) for entry in config.entries}
+    heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}
+    methods = {entry.method: assemble(entry.method, pair, lm=lm, **heads) for entry in config.entries}
     settings = Settings(
         max_new_tokens=config.max_new_tokens,
         stop_ids=stops,
@@ -153,7 +156,8 @@ def result_settings(config: Config) -> dict:
     """What decides an answer and its rounds: settings and inputs, not where results go or how they are summed."""
     left_out = ("output", "overwrite", "limit", "resamples", "dataset")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
-    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head, config.lm)}
+    models = (config.expert, config.amateur, config.head, config.lm, config.amateur_head)
+    return kept | {"inputs": inputs_key(config.prompts, *models)}
 
 
 def write_tables(folder: Path, answers: list[dict], tokenizer, latency: dict, config: Config) -> list[dict]:

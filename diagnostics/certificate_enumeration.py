@@ -32,6 +32,7 @@ class Case:
         length: tokens of the law; beyond the longest draft, else its extra token is never seen.
         siblings: most children of one node.
         draft_ids: the drafter's own vocabulary, None for all ids.
+        drafter: what it is near to, see :class:`diagnostics.proposals.World`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     length: int
     siblings: int = 1
     draft_ids: tuple[int, ...] | None = None
+    drafter: str = "expert"
     judge: Callable = verify
 
     @property
@@ -66,11 +68,22 @@ def _greedy(gamma: int):
     return functools.partial(proposals.greedy_chain, gamma=gamma)
 
 
+TOP = proposals.top_tree
 NGRAM = functools.partial(proposals.ngram_like, gamma=3)
 CASES = (
     Case("sampled chain of 2", "sampled", _chain(2), (4, 8), 3),
     Case("sampled chain of 3", "sampled", _chain(3), (3, 4), 4),
     Case("sampled chain, reduced draft vocabulary", "sampled", _chain(2), (4, 8), 3, draft_ids=(0, 2)),
+    Case("sampled chain, contrast-aware drafter (cross_alpha)", "sampled", _chain(2), (4, 8), 3, drafter="contrast"),
+    Case(
+        "sampled chain of two recombined drafters (dual)",
+        "sampled",
+        _chain(2),
+        (4, 8),
+        3,
+        draft_ids=(0, 2),
+        drafter="dual",
+    ),
     Case("sampled chain, last row delayed (SCD)", "sampled", _chain(2), (4, 6), 3, judge=delayed),
     Case("sampled chain that stops after an unlikely token", "sampled", _chain(2, stop=unlikely), (3, 6), 3),
     Case("sampled chain that stops when unsure", "sampled", _chain(2, stop=unsure), (3, 6), 3),
@@ -78,14 +91,20 @@ CASES = (
     Case("siblings with replacement", "sampled", proposals.siblings_with_replacement, (4, 8), 2, 2),
     Case("greedy chain of 3", "deterministic", _greedy(3), (5, 8), 4),
     Case("greedy chain, reduced draft vocabulary", "deterministic", _greedy(2), (4, 8), 3, draft_ids=(0, 2)),
+    Case("tree of a contrast-aware drafter (cross_alpha)", "deterministic", TOP, (4, 8), 3, 2, drafter="contrast"),
+    Case("tree of two recombined drafters (dual)", "deterministic", TOP, (4, 8), 3, 2, drafter="dual"),
     Case("greedy chain, last row delayed (SCD)", "deterministic", _greedy(2), (4, 8), 3, judge=delayed),
     Case("n-gram chain of 0 to 3", "deterministic", NGRAM, (5, 8), 4),
-    Case("tree of the likeliest siblings", "deterministic", proposals.top_tree, (5, 8), 3, 2),
+    Case("tree of the likeliest siblings", "deterministic", TOP, (5, 8), 3, 2),
     Case("sampled chain of 2", "deterministic", _chain(2), (3, 6), 3),
     Case("sampled chain of 2", "shared_noise", _chain(2), (3, 5), 3),
     Case("greedy chain of 3", "shared_noise", _greedy(3), (3, 5), 4),
+    Case(
+        "greedy chain, contrast-aware drafter (cross_alpha)", "shared_noise", _greedy(2), (3, 5), 3, drafter="contrast"
+    ),
+    Case("greedy chain of two recombined drafters (dual)", "shared_noise", _greedy(2), (3, 5), 3, drafter="dual"),
     Case("n-gram chain of 0 to 3", "shared_noise", NGRAM, (3, 5), 4),
-    Case("tree of the likeliest siblings", "shared_noise", proposals.top_tree, (3, 6), 3),
+    Case("tree of the likeliest siblings", "shared_noise", TOP, (3, 6), 3),
 )
 
 
@@ -96,7 +115,7 @@ def enumerated(case: Case, quick: bool) -> Line:
     # the inverse CDF looks first among chunks of ids, then inside one: a few ids must already need both steps
     with mock.patch.object(sampling, "_CHUNK", 2):
         for target in targets.values():
-            world = World(ids, target, case.draft_ids)
+            world = World(ids, target, case.draft_ids, case.drafter)
             try:
                 difference, found = proposals.held_against_target(
                     world, case.length, case.drafts(world), case.rule, case.siblings, judge=case.judge

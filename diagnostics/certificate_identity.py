@@ -15,19 +15,17 @@ REAL_VARIANTS = {PLAIN: 0.0, "tree": 0.0, "lazy": 0.1, "deferred": 0.0}
 LOOP_PROMPTS = 2  # the cache-free loop is slow
 
 
-def planned_checks(toy: Toy, alphas: list[float], prompts: int, head: bool) -> list[Check]:
+def planned_checks(toy: Toy, alphas: list[float], prompts: int, methods: list[str]) -> list[Check]:
     """Everything that must be equal: `cd` to the cache-free loop, every method to `cd` or, without a contrast, to `ar`.
 
     Args:
         toy: what a method offers is tried out on it.
-        head: whether there is one for the real pair; the methods that need it are left out otherwise.
+        methods: those that the real pair has all it takes for.
     """
     plan = [Check("cd", "loop", alpha, 0.0, min(LOOP_PROMPTS, prompts)) for alpha in alphas]
     for temperature in (0.0, 1.0):
-        for name, method in METHODS.items():
-            if method.needs_head and not head:
-                continue
-            expected, strengths = ("cd", alphas) if method.contrast else ("ar", [0.0])
+        for name in methods:
+            expected, strengths = ("cd", alphas) if METHODS[name].contrast else ("ar", [0.0])
             for variant in variants_of(name, toy, temperature):
                 more = {key: value for key, value in VARIANTS[variant].items() if key != "gamma"}
                 cutoff = REAL_VARIANTS[variant]

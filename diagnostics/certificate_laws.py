@@ -97,7 +97,8 @@ def toy_settings(target: Target, rule: str, seed: int, **more) -> Settings:
 def toy_method(name: str, toy: Toy, aim: Aim | None = None) -> Assembled:
     """A method on the toy pair, by default with the amateur after the expert."""
     contrast = aim.contrast(toy) if aim and aim.contrast else None
-    return put_together(name, toy.pair, toy.head, toy.lm, contrast)
+    head = toy.dual_input if METHODS[name].reads_amateur else toy.head
+    return put_together(name, toy.pair, head, toy.lm, contrast, toy.amateur_head)
 
 
 def law_cases(toy: Toy, seed: int, quick: bool) -> list[LawCase]:

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.files import write_json_atomic
-from dcd_core.loading import load_models
+from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.models import load_scorer
 from dcd_core.prompts import read_prompts
@@ -37,13 +37,17 @@ class Config:
 
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
     amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
-    head: str = field(metadata={"help": "EAGLE3 head: folder or hub id"})
+    head: str = field(metadata={"help": "EAGLE3 or dual-input head: folder or hub id"})
     prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
     output: str = field(metadata={"help": "folder for the result"})
+    amateur_head: str = field(default="", metadata={"help": "second EAGLE3 head, which imitates the amateur (dual)"})
     lm: str = field(default="", metadata={"help": "small language model that dcd_lm drafts with: folder or hub id"})
     methods: list[str] = field(
-        default_factory=lambda: [name for name in METHODS if name not in REFERENCES and not METHODS[name].needs_lm],
-        metadata={"help": "methods to hold against cd (expert_sd against ar); default: all but dcd_lm"},
+        default_factory=lambda: [name for name in METHODS if name not in REFERENCES and METHODS[name].usual],
+        metadata={
+            "help": "methods to hold against cd (expert_sd against ar); "
+            "default: all that need no more than an EAGLE3 head"
+        },
     )
     alphas: list[float] = field(default_factory=lambda: [0.0, 0.1, 0.5], metadata={"help": "contrast strengths"})
     limit: int = field(default=100, metadata={"help": "use the first so many prompts (0: all)"})
@@ -78,12 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, "float32", config.device)
-    lm = load_scorer(config.lm, pair) if config.lm else None
+    lm, second = load_scorer(config.lm, pair) if config.lm else None, head_for(pair, config.amateur_head)
     for name in config.methods:
-        assemble(name, pair, head, lm=lm)  # refused here if something is missing
+        assemble(name, pair, head, lm=lm, amateur_head=second)  # refused here if something is missing
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
-    writer = Writer(pair, head, stops, config, parts, lm)
+    writer = Writer(pair, head, stops, config, parts, lm, second)
     plan = checks(config, len(prompts))
     results = [held_against(check, prompts[: check.prompts], writer) for check in plan]
     different = sum(result["different"] for result in results)
@@ -116,7 +120,8 @@ def result_settings(config: Config) -> dict:
     """What decides a text; a stopped check goes on only under the same."""
     names = ("max_new_tokens", "batch", "gamma", "branch", "nodes", "seed", "template_args")
     kept = {name: getattr(config, name) for name in names}
-    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head, config.lm)}
+    models = (config.expert, config.amateur, config.head, config.lm, config.amateur_head)
+    return kept | {"inputs": inputs_key(config.prompts, *models)}
 
 
 def print_results(results: list[dict]) -> None:

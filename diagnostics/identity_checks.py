@@ -77,8 +77,9 @@ class Writer:
         config: TextSettings,
         parts: Parts,
         lm: LanguageModel | None = None,
+        amateur_head=None,
     ):
-        self.pair, self.head, self.lm = pair, head, lm
+        self.pair, self.head, self.lm, self.amateur_head = pair, head, lm, amateur_head
         self.stops, self.config, self.parts = stops, config, parts
 
     def texts(self, name: str, check: Check, prompts: list[Prompt]) -> list[list[int]]:
@@ -100,7 +101,7 @@ class Writer:
         )
         if name == check.found:
             settings |= check.variant
-        method = put_together(name, self.pair, self.head, self.lm)
+        method = put_together(name, self.pair, self.head, self.lm, amateur_head=self.amateur_head)
         made = decode(method, prompts, Settings(**settings), max_batch=self.config.batch)
         return [generation.ids for generation in made]
 

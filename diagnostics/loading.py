@@ -19,10 +19,11 @@ def put_together(
     head: Eagle3Head | None,
     lm: LanguageModel | None = None,
     contrast: list[Scorer] | None = None,
+    amateur_head: Eagle3Head | None = None,
 ) -> Assembled:
-    """Any method, with the head and a small language model (by default the amateur, which is one) for those that draft
+    """Any method, with the heads and a small language model (by default the amateur, which is one) for those that draft
     with them."""
-    return assemble(name, pair, head, contrast, lm or pair.amateur)
+    return assemble(name, pair, head, contrast, lm or pair.amateur, amateur_head)
 
 
 def short_name(path: str) -> str:

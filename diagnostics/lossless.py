@@ -25,7 +25,8 @@ from pathlib import Path
 from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.files import content_hash, file_hash, write_json_atomic, write_text_atomic
-from dcd_core.loading import load_models
+from dcd_core.loading import head_for, load_models
+from dcd_core.methods import METHODS
 from dcd_core.progress import Bar
 from dcd_core.prompts import read_prompts
 from diagnostics.certificate_controls import CONTROLS, controlled
@@ -51,7 +52,8 @@ class Config:
     output: str = field(metadata={"help": "folder for the certificate"})
     expert: str = field(default="", metadata={"help": "expert: model folder or hub id; empty leaves the real pair out"})
     amateur: str = field(default="", metadata={"help": "amateur: model folder or hub id"})
-    head: str = field(default="", metadata={"help": "EAGLE3 head: folder or hub id"})
+    head: str = field(default="", metadata={"help": "EAGLE3 or dual-input head: folder or hub id"})
+    amateur_head: str = field(default="", metadata={"help": "second EAGLE3 head, which imitates the amateur (dual)"})
     prompts: str = field(default="", metadata={"help": "prompts for the real pair, JSONL {id, messages}"})
     alphas: list[float] = field(default_factory=lambda: [0.1, 0.5], metadata={"help": "contrast of the real pair"})
     limit: int = field(default=8, metadata={"help": "use the first so many prompts (0: all)"})
@@ -68,7 +70,7 @@ class Config:
         template_arguments(self.template_args)  # refused here if it is not JSON
         given = {name: getattr(self, name) for name in ("expert", "amateur", "prompts")}
         missing = [f"--{name}" for name, value in given.items() if not value]
-        if missing and (self.head or len(missing) < len(given)):
+        if missing and (self.head or self.amateur_head or len(missing) < len(given)):
             raise ValueError(f"for a real pair give {' and '.join(missing)} too")
         if not self.alphas or min(self.alphas) < 0:
             raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
@@ -97,14 +99,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_real(config: Config):
-    """Prompts, stop ids, pair and head of the real pair; None where none is given, which is said."""
+    """Prompts, stop ids, pair, head and second head of the real pair; None where none is given, which is said."""
     if not config.expert:
         print("no pair given (--expert, --amateur, --prompts): identity on a real pair is left out", flush=True)
         return None
     prompts, stops = read_prompts(
         config.prompts, config.expert, config.limit, **template_arguments(config.template_args)
     )
-    return prompts, stops, *load_models(config.expert, config.amateur, config.head, "float32", config.device)
+    pair, head = load_models(config.expert, config.amateur, config.head, "float32", config.device)
+    return prompts, stops, pair, head, head_for(pair, config.amateur_head)
 
 
 def planned_tasks(config: Config, real, parts: Parts) -> list[Task]:
@@ -120,12 +123,14 @@ def planned_tasks(config: Config, real, parts: Parts) -> list[Task]:
         note = "no pair given: --expert, --amateur and --prompts"
         tasks.append(("identity-skipped", lambda: Line("identity", "real pair", note=note)))
     else:
-        prompts, stops, pair, head = real
-        writer = Writer(pair, head, stops, config, parts)
-        if head is None:
-            note = "no head given: --head"
-            tasks.append(("identity-no-head", lambda: Line("identity", "methods that need a head", note=note)))
-        for check in planned_checks(toy, config.alphas, len(prompts), head is not None):
+        prompts, stops, pair, *heads = real
+        writer = Writer(pair, heads[0], stops, config, parts, amateur_head=heads[1])
+        able = [name for name, method in METHODS.items() if method.can_draft_with(*heads)]
+        others = ", ".join(name for name in METHODS if name not in able)
+        if others:
+            note = "no such head given: --head (EAGLE3, or dual-input for cross_alpha), --amateur_head (dual)"
+            tasks.append(("identity-no-head", lambda: Line("identity", others, note=note)))
+        for check in planned_checks(toy, config.alphas, len(prompts), able):
             name = key("identity", f"{check.title} {check.temperature:g}")
             tasks.append((name, functools.partial(checked, check, prompts, writer)))
     for control in CONTROLS:
@@ -160,13 +165,14 @@ def result_settings(config: Config) -> dict:
     root = Path(__file__).resolve().parent.parent
     sources = [path for room in ("dcd_core", "diagnostics") for path in sorted((root / room).rglob("*.py"))]
     code = content_hash([[path.relative_to(root).as_posix(), file_hash(path)] for path in sources])
-    models = inputs_key(config.prompts, config.expert, config.amateur, config.head) if config.expert else {}
+    named = (config.expert, config.amateur, config.head, config.amateur_head)
+    models = inputs_key(config.prompts, *named) if config.expert else {}
     return kept | {"code": code, "inputs": models}
 
 
 def described(config: Config) -> str:
     """The page's line of settings."""
-    names = [short_name(model) for model in (config.expert, config.amateur, config.head) if model]
+    names = [short_name(model) for model in (config.expert, config.amateur, config.head, config.amateur_head) if model]
     real = f"Real pair: {' / '.join(names)}, up to {config.limit or 'all'} prompts of {config.max_new_tokens} tokens."
     size = "Quick version: small samples, small vocabularies. " if config.quick else ""
     return f"{size}Seed {config.seed}. {real if config.expert else 'No real pair.'}"

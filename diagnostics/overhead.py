@@ -24,7 +24,7 @@ from dcd_core.contrast import Target
 from dcd_core.decode import Assembled, Prompt, Settings, stream
 from dcd_core.flags import LoopFlags
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.loading import load_models
+from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.models import LanguageModel
 from dcd_core.progress import progress
@@ -40,11 +40,12 @@ class Config(LoopFlags):
 
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
     amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
-    head: str = field(metadata={"help": "EAGLE3 head: folder or hub id"})
+    head: str = field(metadata={"help": "EAGLE3 or dual-input head: folder or hub id"})
     prompts: str = field(metadata={"help": "prompts, JSONL {id, messages}"})
     output: str = field(metadata={"help": "folder for the result"})
+    amateur_head: str = field(default="", metadata={"help": "second EAGLE3 head, which imitates the amateur (dual)"})
     methods: list[str] = field(
-        default_factory=lambda: [name for name, method in METHODS.items() if not method.needs_lm],
+        default_factory=lambda: [name for name, method in METHODS.items() if method.usual],
         metadata={"help": f"any of {', '.join(METHODS)}, also in forms such as dcd_eagle3@5x4:10"},
     )
     alpha: float = field(default=0.1, metadata={"help": "contrast strength"})
@@ -71,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
+    heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}
     folder = save_run(config.output, config, argv, config.overwrite)
     totals: dict[tuple[str, float], dict[str, float]] = {}
     arms = [(label, temperature) for label in config.methods for temperature in (0.0, 1.0)]
@@ -79,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             entry = Entry.parse(label)
             target = Target(alpha=config.alpha, temperature=temperature)
             settings = Settings(target, config.max_new_tokens, stops, seed=config.seed, timing=True, **config.loop)
-            method, settings = assemble(entry.method, pair, head), replace(settings, **entry.changes)
+            method, settings = assemble(entry.method, pair, **heads), replace(settings, **entry.changes)
             if index == 0:
                 time_rounds(method, prompt, replace(settings, max_new_tokens=4))  # warm-up
             found = time_rounds(method, prompt, settings)

@@ -13,15 +13,23 @@ from diagnostics.enumeration import DraftLaw, Emitted, Node, enumerate_rounds, p
 
 EXACT = 1e-10
 """Largest error of the enumeration of a lossless verifier."""
+DUAL_ALPHA = 0.5
+"""Contrast strength at which the dual drafter of a world recombines, whatever the target."""
 VISIBLE = 1e-3
 """A fault must move some probability by at least this much."""
 
 
 class World:
-    """Tabular expert p, amateur q and drafter e over a few ids, drawn from a Dirichlet seeded by the prefix."""
+    """Tabular expert p, amateur q and drafter e over a few ids, drawn from a Dirichlet seeded by the prefix.
 
-    def __init__(self, vocab: int, target: Target, draft_ids: tuple[int, ...] | None = None):
-        self.vocab, self.target, self.draft_ids = vocab, target, draft_ids
+    Args:
+        draft_ids: the drafter's own vocabulary, None for all ids.
+        drafter: what e is near to: the ``expert``; the ``contrast`` itself (cross_alpha); or ``dual``, the
+            recombination of a drafter near the expert and one near the amateur.
+    """
+
+    def __init__(self, vocab: int, target: Target, draft_ids: tuple[int, ...] | None = None, drafter: str = "expert"):
+        self.vocab, self.target, self.draft_ids, self.drafter = vocab, target, draft_ids, drafter
         self.rows = functools.cache(self._rows)
 
     @staticmethod
@@ -37,8 +45,12 @@ class World:
         return self.table("q", prefix, self.vocab)
 
     def e(self, prefix) -> np.ndarray:
-        """Aligned with the expert, as a drafter is; 0 outside a reduced draft vocabulary."""
-        law = 0.5 * self.p(prefix) + 0.5 * self.table("e", prefix, self.vocab)
+        """Aligned with its model, as a drafter is; 0 outside a reduced draft vocabulary."""
+        near = np.exp(self.rows(prefix)) if self.drafter == "contrast" else self.p(prefix)
+        law = 0.5 * near + 0.5 * self.table("e", prefix, self.vocab)
+        if self.drafter == "dual":
+            f = 0.5 * self.q(prefix) + 0.5 * self.table("f", prefix, self.vocab)
+            law = law ** (1 + DUAL_ALPHA) * f**-DUAL_ALPHA
         if self.draft_ids is not None:
             law = law * np.isin(np.arange(self.vocab), self.draft_ids)
         return law / law.sum()

@@ -21,7 +21,7 @@ from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken
 from dcd_core.contrast import Target
 from dcd_core.decode import Assembled, Prompt, Settings, decode
 from dcd_core.flags import LoopFlags
-from dcd_core.loading import load_models
+from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.progress import Bar
 from dcd_core.prompts import read_prompts
@@ -40,7 +40,8 @@ class Config(LoopFlags):
     amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
     prompts: str = field(metadata={"help": "prompts, JSONL {id, messages}"})
     output: str = field(metadata={"help": "folder for the result"})
-    head: str = field(default="", metadata={"help": "EAGLE3 head: folder or hub id (methods with EAGLE3 drafts)"})
+    head: str = field(default="", metadata={"help": "head: folder or hub id (methods that draft with one)"})
+    amateur_head: str = field(default="", metadata={"help": "second EAGLE3 head, which imitates the amateur (dual)"})
     methods: list[str] = field(
         default_factory=lambda: ["cd", "dcd_ngram", "dcd_eagle3", "dcd_deferred"],
         metadata={"help": f"any of {', '.join(METHODS)}, also in forms such as dcd_eagle3@5x4:10"},
@@ -81,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
-    methods = {label: assemble(Entry.parse(label).method, pair, head) for label in config.methods}
+    heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}
+    methods = {label: assemble(Entry.parse(label).method, pair, **heads) for label in config.methods}
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
     runs = []
@@ -108,7 +110,9 @@ def result_settings(config: Config) -> dict:
     """What decides a run's tokens and seconds."""
     left_out = ("output", "overwrite", "methods", "batches", "repeats", "device")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
-    return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head)}
+    return kept | {
+        "inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head, config.amateur_head)
+    }
 
 
 def answer_all(method: Assembled, prompts: list[Prompt], settings: Settings, batch: int) -> dict:

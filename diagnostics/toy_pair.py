@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -17,38 +18,46 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Assembled, Prompt, Scorer, Settings, decode
+from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import LanguageModel, Pair
 
 VOCAB = 6
 PADDED = 8  # logits of the models; the last two belong to no id and are cut off
 DRAFTED = (0, 1, 3, 4, 5)  # the head's vocabulary: 2 is never drafted
-LAYERS, TAPS = 4, (1, 2, 3)
+LAYERS, TAPS = 5, (1, 2, 3)
 PROMPT = (1, 4, 2, 0, 5, 3, 1)  # every id is followed by something, so n-grams are always found
 BATCH = 256
 
 
 @dataclass(frozen=True)
 class Toy:
-    """A pair, an untrained head for its expert, and a small language model (for methods that draft with one)."""
+    """A pair, untrained heads of every kind for its expert, and a small language model (for methods that draft with
+    one). ``amateur_head`` claims to imitate the amateur."""
 
     pair: Pair
     head: Eagle3Head
     lm: LanguageModel
+    dual_input: DualInputHead
+    amateur_head: Eagle3Head
 
 
 def toy_pair(seed: int, dtype: torch.dtype = torch.float64) -> Toy:
-    """Models that are as near to one another as real ones: the amateur is the lower half of the expert and the small
-    language model the whole of it, both with noise on their weights. fp64, so that rounding flips no coin in any number
-    of samples that could be drawn."""
+    """Models that are as near to one another as real ones: the amateur is the expert without its last layer and the
+    small language model the whole of it, both with noise on their weights. fp64, so that rounding flips no coin in any
+    number of samples that could be drawn."""
     stock = random_llama(seed, dtype)
-    amateur, lm = perturbed(stock, LAYERS // 2, seed + 1), perturbed(stock, LAYERS, seed + 2)
+    amateur, lm = perturbed(stock, LAYERS - 1, seed + 1), perturbed(stock, LAYERS, seed + 2)
     marked = torch.zeros(VOCAB, dtype=torch.bool)
     marked[list(DRAFTED)] = True
     vocabulary = SimpleNamespace(d2t=torch.tensor(DRAFTED) - torch.arange(len(DRAFTED)), t2d=marked)
-    rows = stock.lm_head.weight.float()
-    head = Eagle3Head.from_expert(stock.config, vocabulary, TAPS, seed=seed + 3, output_rows=rows).to(dtype)
-    return Toy(Pair(LanguageModel(stock, VOCAB, TAPS), amateur, None), head, lm)
+    fresh = {"vocabulary": vocabulary, "feature_layers": TAPS, "output_rows": stock.lm_head.weight.float()}
+    head = Eagle3Head.from_expert(stock.config, seed=seed + 3, **fresh)
+    second = Eagle3Head.from_expert(stock.config, seed=seed + 4, aligned_with="amateur", **fresh)
+    both = DualInputHead.from_pair(stock.config, amateur.config, amateur_feature_layers=TAPS, seed=seed + 3, **fresh)
+    add_noise([both.fc.weight], seed + 5)  # the amateur's columns too, which start at zero
+    pair = Pair(LanguageModel(stock, VOCAB, TAPS), amateur, None)
+    return Toy(pair, head.to(dtype), lm, both.to(dtype), second.to(dtype))
 
 
 def random_llama(seed: int, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -73,14 +82,20 @@ def random_llama(seed: int, dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
+def add_noise(weights: Iterable[torch.Tensor], seed: int) -> None:
+    """Normal noise, std .03, on every weight."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights:
+        weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype), alpha=0.03)
+
+
 def perturbed(stock: LlamaForCausalLM, layers: int, seed: int) -> LanguageModel:
     """The lower layers of a model, with noise on every weight."""
-    model, generator = copy.deepcopy(stock), torch.Generator().manual_seed(seed)
+    model = copy.deepcopy(stock)
     model.model.layers = model.model.layers[:layers]
     model.config.num_hidden_layers = layers
-    for weight in model.parameters():
-        weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype), alpha=0.03)
-    return LanguageModel(model, VOCAB)
+    add_noise(model.parameters(), seed)
+    return LanguageModel(model, VOCAB, TAPS if layers > max(TAPS) else None)
 
 
 def texts(

@@ -10,7 +10,8 @@ from dcd_core.drafters.protocol import Drafter, RoundNoise
 from dcd_core.methods import METHODS
 from dcd_core.sampling import row_key
 
-DRAFTING = [name for name in METHODS if name not in ("ar", "cd", "scd", "cos")]
+# those that a loop with provisional tokens takes
+DRAFTING = [name for name, one in METHODS.items() if name not in ("ar", "cd", "scd", "cos") and not one.reads_amateur]
 STARTS = [4, 7, 3]
 
 

@@ -27,14 +27,14 @@ DRAFTERS = ("amateur_head", "direct_head", "stronger")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A tiny pair with every drafter, and two prompt files with equal ids."""
-    folder = add_drafters(make_world(tmp_path_factory.mktemp("world"), amateur_layers=5))
+    folder = add_drafters(make_world(tmp_path_factory.mktemp("world")))
     lines = (folder / "prompts.jsonl").read_text().replace("w1", "w2").splitlines()
     (folder / "other.jsonl").write_text("\n".join(lines[:3]) + "\n")
     return folder
 
 
 def flags(world, output, *more):
-    files = {"amateur_head": "amateur_head", "direct_head": "direct", "stronger": "stronger"}
+    files = {"amateur_head": "other_amateur_head", "direct_head": "direct", "stronger": "stronger"}
     given = [f"--{name}={world / files[name]}" for name in DRAFTERS]
     sets = ["--prompts", str(world / "prompts.jsonl"), str(world / "other.jsonl")]
     fast = ["--alphas", "0.1", "0.5", "--max_new_tokens=6", "--batch=2", "--device=cpu", "--resamples=100"]
@@ -69,7 +69,7 @@ def test_every_kind_of_draft_is_measured(one_rank, capsys):
 def test_the_rows_are_those_of_plain_passes(world):
     """Direct and dual drafts at one place by hand: the heads on all text before it, the amateur's features beside."""
     paths = [str(world / name) for name in ("expert", "amateur", "head")]
-    extra = [str(world / name) for name in ("amateur_head", "direct", "stronger")]
+    extra = [str(world / name) for name in ("other_amateur_head", "direct", "stronger")]
     study = load_study(*paths, "float64", "cpu", extra[0], [extra[1]], extra[2])
     (prompt, *_), stops = read_prompts(str(world / "prompts.jsonl"), paths[0])
     (made,) = roll_out(study.pair, [prompt], stops, 0.5, 6)
