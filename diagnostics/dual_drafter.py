@@ -34,7 +34,7 @@ from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts, at_every_alpha, begin
 from diagnostics.records import read_records, write_records
 from diagnostics.study_flags import StudyFlags
-from diagnostics.wording import percent, plain, points
+from diagnostics.wording import percent, plain
 
 
 @dataclass(kw_only=True)
@@ -196,7 +196,9 @@ def print_table(found: list[dict]) -> None:
         print(words)
         time = entry["equal_time"]
         print(f"  at equal drafting time: L {plain(time['length'], 3)} for e, dual minus e {plain(time['change'], 3)}")
-        print(f"  dual against e at equal draft length: {points(entry['relative_change'], 1, sign=True)}% of L")
+        if "relative_change" in entry:
+            change = percent(entry["relative_change"], 1, sign=True)
+            print(f"  at equal draft length the dual drafter changes L by {change}: {entry['verdict']}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pandas as pd
 
 from dcd_core.errors import UserError
 from diagnostics.position_summary import clusters, means
-from diagnostics.resampling import RESAMPLES, Change, changes, ratio_of_sums
+from diagnostics.resampling import RESAMPLES, changes, ratio_of_sums
 from diagnostics.verdicts import judge
 
 DRAFTS = {
@@ -28,7 +28,8 @@ def summarise_dual(
 
     `drafts` holds length (L), tokens_per_round, kl, top1 and acceptance of each kind, and the differences from e as
     `..._change`; `equal_time` L of e at twice the draft length and the dual draft's difference from it;
-    `relative_change` and `verdict` the dual draft's L against e's; `share_closer`, `variances` and `rule` the variance
+    `relative_change` and `verdict` the dual draft's L against e's (no change where no draft of e is ever accepted);
+    `share_closer`, `variances` and `rule` the variance
     rule.
     """
     found = []
@@ -45,9 +46,12 @@ def summarise_dual(
         entry |= _lengths(part, gamma, options)
         entry |= _closeness(own, alpha, options)
         found.append(entry)
-    verdicts = judge([entry.pop("change") for entry in found])
-    for entry, judged in zip(found, verdicts, strict=True):
+    made = [entry for entry in found if entry["change"] is not None]
+    for entry, judged in zip(made, judge([entry["change"] for entry in made]), strict=True):
         entry["verdict"] = judged.verdict
+        entry["relative_change"] = entry["change"].interval().as_dict()
+    for entry in found:
+        del entry["change"]
     return found
 
 
@@ -104,17 +108,14 @@ def _lengths(replays: pd.DataFrame, gamma: int, options: dict) -> dict:
     equal_length = np.concatenate([_lengths_of(short, prompts, seeds), both], axis=2)
     equal_time = np.concatenate([_lengths_of(long, prompts, seeds), both], axis=2)
     (at_time,) = changes(equal_time, relative=False, **options)
-    (change,) = _relative(equal_length, options)
+    change = None
+    if equal_length[:, :, 0, 0, 0].sum() > 0:
+        (change,) = changes(equal_length, **options)
     return {
         "equal_time": {"length": _length(long, "accepted", options), "change": at_time.interval().as_dict()},
         "change": change,
-        "relative_change": change.interval().as_dict(),
+        "verdict": "undecided",
     }
-
-
-def _relative(arms: np.ndarray, options: dict) -> list[Change]:
-    """Changes as shares of the baseline's L; where it accepts nothing at all, differences in drafts a round."""
-    return changes(arms, relative=bool(arms[:, :, 0, 0, 0].sum() > 0), **options)
 
 
 def _closeness(positions: pd.DataFrame, alpha: float, options: dict) -> dict:

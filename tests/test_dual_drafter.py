@@ -1,4 +1,4 @@
-"""The dual-drafter study on tiny models: what it replays is what decoding does, and what it sums is what pandas says."""
+"""The dual-drafter study on tiny models: it replays what decoding does, and sums what pandas says."""
 
 import json
 
@@ -54,7 +54,7 @@ def histories(world, amateur_head: str, alpha: float):
     return (
         study,
         stops,
-        [(prompt, made, History.read(study, prompt, made.ids)) for prompt, made in zip(prompts, answers)],
+        [(prompt, made, History.read(study, prompt, made.ids)) for prompt, made in zip(prompts, answers, strict=True)],
     )
 
 
