@@ -18,15 +18,14 @@ from tabulate import tabulate
 
 from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
-from dcd_core.contrast import Target
-from dcd_core.decode import Prompt, Settings, decode
+from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.loading import load_models
-from dcd_core.methods import assemble
 from dcd_core.models import Pair
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, replay
+from diagnostics.histories import roll_out
 from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts, at_every_alpha
 from diagnostics.resampling import paired_difference, ratio_of_sums
@@ -121,12 +120,8 @@ def replay_batch(
     config: Config,
 ) -> list[dict]:
     """Per prompt and head the sums over its rounds."""
-    target = Target(alpha=alpha, temperature=0.0)
-    settings = Settings(target=target, max_new_tokens=config.max_new_tokens, stop_ids=stops)
     found = []
-    for prompt, made in zip(
-        prompts, decode(assemble("cd", pair), prompts, settings, max_batch=len(prompts)), strict=True
-    ):
+    for prompt, made in zip(prompts, roll_out(pair, prompts, stops, alpha, config.max_new_tokens), strict=True):
         ids = torch.tensor(prompt.ids + made.ids, device=pair.expert.device)
         features = pair.expert.forward_full(ids[None], features=True, logits=False).features[0]
         rollout = Rollout(ids, len(prompt.ids), features)

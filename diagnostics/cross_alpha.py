@@ -38,7 +38,7 @@ from diagnostics.parts import at_every_alpha, begin
 from diagnostics.records import read_records, write_records
 from diagnostics.replay_check import check_decoding
 from diagnostics.shared_history import measure_text
-from diagnostics.wording import percent, plain
+from diagnostics.wording import percent, points
 
 
 @dataclass
@@ -233,8 +233,7 @@ def print_matrix(found: dict) -> None:
             f"{cell['infer_alpha']:g}",
             percent(cell["change"], 2, sign=True) if "change" in cell else "",
             f"{cell['p_equivalent']:.4f}" if "change" in cell else "",
-            plain({key: 100 * value if key in ("estimate", "low", "high") and value is not None else value
-                   for key, value in cell["acceptance_change"].items()}),
+            points(cell["acceptance_change"], 2, sign=True),
             cell["verdict"],
         ]
         for cell in found["cells"]

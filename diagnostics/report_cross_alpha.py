@@ -1,0 +1,187 @@
+"""The cross-alpha section of the report: verdicts, matrix, intervals, ceilings, the paper's beside ours. No torch."""
+
+from pathlib import Path
+
+import numpy as np
+
+from diagnostics import paper, plots, plots_matrix
+from diagnostics.cross_alpha_summary import summarise_replays
+from diagnostics.records import Records, read_records
+from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
+from diagnostics.verdicts import MARGIN
+from diagnostics.wording import count, listed, percent, plain, points
+
+GAMMA = 5  # of records that do not say
+MATRIX_CAPTION = (
+    "Accepted drafts a round (L) by what a drafter was trained on and what was decoded with, and the change from "
+    "train-alpha 0, which colours the cell. Bold: surely different after correction for all comparisons. The frame is "
+    "training on the alpha that is decoded with; below it, its change with the 95% interval and the verdict."
+)
+PAPER_CAPTION = (
+    f"The paper's matrices ({paper.NAME}, Tab. 8), drawn the same way: its own models and data, single training runs, "
+    "no intervals."
+)
+CHANGES_CAPTION = (
+    "The same changes with 95% intervals over prompts and training seeds. An interval below the upper edge of the grey "
+    "band rules out a gain of the margin or more; one inside the band rules out a loss as well."
+)
+CEILING_CAPTION = (
+    "Teacher-forced on one history that all drafters share: what aiming at the contrast could add to a drafted token's "
+    "acceptance at most, at equal approximation error, beside what training on that alpha did add."
+)
+
+
+def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
+    """Summarise and draw one cross-alpha matrix."""
+    records = read_records(run.folder / "replays.parquet", "replays")
+    settings = records.provenance.get("settings", {})
+    gamma, margin = settings.get("gamma", GAMMA), settings.get("margin", MARGIN)
+    found = summarise_replays(records.rows, gamma, margin, resamples, seed)
+    section = Section(f"Should the drafter know about the contrast? {_where(records)}")
+    section.headlines = headlines(found)
+    section.text = [how(records, found, run.metrics.get("decoded", {}))]
+    section.pictures = pictures(found, page, run.name)
+    section.tables = [summary_table(found), matrix_table(found), cells_table(found)]
+    section.records = link(run.folder / "replays.parquet", page)
+    return section
+
+
+def headlines(found: dict) -> list[Headline]:
+    """The verdict of every infer-alpha, with the greedy ceiling and the paper's change in small print."""
+    return [
+        Headline(f"Contrast-aware training, alpha {entry['infer_alpha']:g}", entry["sentence"], small_print(entry, found))
+        for entry in found["verdicts"]
+    ]
+
+
+def small_print(entry: dict, found: dict) -> str:
+    """What the verdict rests on, and the paper's figure for the same cell."""
+    runs = len(found["seeds"])
+    seeds = f"{runs} training runs each" if runs > 1 else "one training run each, so other runs may differ"
+    words = (
+        f"At T = 0, where L was measured, the ceiling is the share of flipped choices, {percent(entry['headroom_flip'])}; "
+        f"top-1 matches changed by {points(entry['top1_change'], 2, sign=True)} points. {count(found['prompts'])} "
+        f"prompts, {seeds}."
+    )
+    span = paper_span(entry["infer_alpha"])
+    return f"{words} Paper: L changes by {span} in its four settings, without intervals." if span else words
+
+
+def paper_span(alpha: float) -> str:
+    """The paper's change of L from train-alpha 0 to this one at the same infer-alpha, "-5.4% to +1.2%"; "" if unknown."""
+    if alpha not in paper.CROSS_ALPHAS or alpha == 0:
+        return ""
+    place = paper.CROSS_ALPHAS.index(alpha)
+    found = [plots_matrix.relative_changes(np.array(values))[place, place] for values in paper.CROSS_ALPHA.values()]
+    return f"{min(found):+.1f}% to {max(found):+.1f}%"
+
+
+def how(records: Records, found: dict, decoded: dict) -> str:
+    """Method in a few sentences."""
+    settings = records.provenance.get("settings", {})
+    history = records.rows["history_alpha"].iloc[0]
+    tokens = settings.get("max_new_tokens")
+    words = (
+        f"Vanilla contrastive decoding answered each of {count(found['prompts'])} prompts greedily at every infer-alpha"
+        f"{f', up to {tokens} tokens' if tokens else ''}; every drafter's rounds, of {found['gamma']} drafts, follow from "
+        "these texts by replay. Drafters of one column differ in their training target only, in matched runs (same "
+        f"initial weights, data, order and budget). Acceptance is teacher-forced over the texts of alpha {history:g}. A "
+        f"verdict needs a bound of the 95% interval over prompts and training seeds, after Holm's correction for "
+        f"{len(found['cells'])} comparisons; a gain counts from {100 * found['margin']:g}% of L."
+    )
+    if decoded.get("checked"):
+        equal = decoded["equal"] + decoded["near-tie"]
+        words += f" Really decoded, {equal} of {decoded['checked']} answers are equal to the replay round by round"
+        words += f" ({decoded['near-tie']} up to a near-tie)." if decoded["near-tie"] else "."
+    return words
+
+
+def pictures(found: dict, page: Path, name: str) -> list[Picture]:
+    """Our matrix, the paper's, the intervals and the ceilings."""
+    drawn = {
+        "matrix": (plots_matrix.matrix_map(found), MATRIX_CAPTION, "heat map of accepted length"),
+        "paper-matrix": (plots_matrix.paper_matrices(), PAPER_CAPTION, "the paper's heat maps of accepted length"),
+        "changes": (plots_matrix.change_intervals(found), CHANGES_CAPTION, "changes of accepted length with intervals"),
+    }
+    if found["verdicts"]:
+        drawn["ceiling"] = (plots_matrix.ceiling_bars(found["verdicts"]), CEILING_CAPTION, "bars of ceiling and gain")
+    return [
+        Picture(plots.save_png(figure, page / f"{name}-{part}.png"), caption, alt)
+        for part, (figure, caption, alt) in drawn.items()
+    ]
+
+
+def summary_table(found: dict) -> Table:
+    """The summary row of [DCD, Tab. 1], ours above the paper's."""
+    ours = found["summary"]
+    wins = f"{ours['control_best']} of {ours['columns']}"
+    best = [row for row in found["train_rows"] if row["train_alpha"] == ours["best_train_alpha"]]
+    if best and best[0]["gain"]:
+        difference, gain = plain(best[0]["difference"], 3), percent(best[0]["gain"], 2, sign=True)
+    else:
+        difference, gain = f"{ours['difference']:.3f}", f"{100 * ours['gain']:.2f}%"
+    rows = [["here", f"{ours['best_train_alpha']:g}", difference, gain, wins]]
+    for name, (alpha, change, share, columns) in paper.CROSS_ALPHA_SUMMARY.items():
+        wins = f"{columns} of {len(paper.CROSS_ALPHAS)}"
+        rows.append([f"paper, {name}", f"{alpha:g}", f"{change:.3f}", f"{share:.2f}%", wins])
+    headers = ["", "best train-alpha", "mean change of L", "gain", "infer-alphas at which train-alpha 0 is best"]
+    caption = (
+        "Best training target by the mean over infer-alpha, against train-alpha 0. The best of several is flattered by "
+        "chance: its interval does not allow for the choice"
+    )
+    return Table(caption, headers, rows)
+
+
+def matrix_table(found: dict) -> Table:
+    """The matrix with its row means, and the controls below it."""
+    infers = found["infer_alphas"]
+    means = {row["train_alpha"]: row["gain"] for row in found["train_rows"]}
+    rows = []
+    for train, lengths in zip(found["train_alphas"], found["lengths"], strict=True):
+        gain = means.get(train)
+        name = f"train-alpha {train:g}" + ("" if train else " (control)")
+        rows.append([name, *(f"{length:.3f}" for length in lengths), percent(gain, 2, sign=True) if gain else ""])
+    for entry in found["controls"]:
+        name = f"{entry['group']}, train-alpha {entry['train_alpha']:g} ({_reads(entry['input'])})"
+        if not rows or rows[-1][0] != name:
+            rows.append([name, *[""] * len(infers), ""])
+        change = f" ({percent({'estimate': entry['change']['estimate'], 'low': None}, sign=True)})" if "change" in entry else ""
+        rows[-1][1 + infers.index(entry["infer_alpha"])] = f"{entry['length']:.3f}{change}"
+    headers = ["drafter", *(f"infer-alpha {infer:g}" for infer in infers), "mean change from train-alpha 0"]
+    return Table("Accepted drafts a round (L); controls with their change from train-alpha 0", headers, rows)
+
+
+def cells_table(found: dict) -> Table:
+    """Every comparison with what its verdict rests on."""
+    rows = [
+        [
+            f"{cell['train_alpha']:g}",
+            f"{cell['infer_alpha']:g}",
+            percent(cell["change"], 2, sign=True) if "change" in cell else "",
+            percent(cell["change_over_prompts"], 2, sign=True) if "change" in cell else "",
+            f"{cell['p_equivalent']:.4f}" if "change" in cell else "",
+            points(cell["acceptance_change"], 2, sign=True),
+            cell["verdict"],
+        ]
+        for cell in found["cells"]
+    ]
+    headers = [
+        "train-alpha",
+        "infer-alpha",
+        "change of L",
+        "the same over prompts alone",
+        "p of equivalence (TOST, Holm)",
+        "change of acceptance, points",
+        "verdict",
+    ]
+    return Table("Every comparison with train-alpha 0", headers, rows, folded=True)
+
+
+def _reads(kind: str) -> str:
+    words = {"expert_only": "reads the expert only", "amateur_zeroed": "amateur zeroed", "dual": "reads both models"}
+    return words.get(kind, kind.replace("_", " "))
+
+
+def _where(records: Records) -> str:
+    pairs, sets = (records.rows[name].unique().tolist() for name in ("pair", "dataset"))
+    return f"{listed(pairs)}, on {listed(sets)}"

@@ -1,0 +1,123 @@
+"""The cross-alpha section says the verdict that the records call for, and shows every number in text."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import synthetic_records
+from test_report import provenance, write_metrics
+
+from diagnostics import paper, plots_matrix
+from diagnostics.cross_alpha_summary import summarise_replays
+from diagnostics.records import read_records, write_records
+from diagnostics.report_cross_alpha import cross_alpha_section, paper_span
+from diagnostics.report_runs import Run
+
+
+def section_of(tmp_path, decoded=None, **options):
+    folder = tmp_path / "runs" / "matrix"
+    columns = synthetic_records.replays(**({"prompts": 60} | options))
+    write_records(folder / "replays.parquet", "replays", columns, provenance(gamma=5, margin=0.01, max_new_tokens=64))
+    write_metrics(folder, {"pair": "big / small", "decoded": decoded or {"checked": 0}})
+    run = Run(folder, "cross_alpha", json.loads((folder / "metrics.json").read_text()), {})
+    (tmp_path / "page").mkdir(exist_ok=True)
+    return cross_alpha_section(run, tmp_path / "page", 400, 0)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"effect": 0.06}, "A gain from contrast-aware training at alpha 0.3: L changes by +"),
+        ({"effect": 0.0, "prompts": 200}, "No gain from contrast-aware training at alpha 0.3"),
+        ({"effect": -0.06}, "so it hurts"),
+        ({"effect": 0.0, "prompts": 4, "noise": 0.2}, "Undecided for contrast-aware training at alpha 0.3"),
+    ],
+    ids=["helps", "no gain", "hurts", "undecided"],
+)
+def test_the_page_opens_with_the_verdict(tmp_path, options, words):
+    section = section_of(tmp_path, **options)
+    assert [headline.topic[-3:] for headline in section.headlines] == ["0.1", "0.3", "0.5"]
+    assert words in section.headlines[1].sentence
+    assert "at equal approximation error, aiming at the contrast could add at most" in section.headlines[1].sentence
+    assert "Paper: L changes by " in section.headlines[1].small
+
+
+def test_the_section_is_whole(tmp_path):
+    decoded = {"checked": 40, "equal": 39, "near-tie": 1, "different": 0}
+    section = section_of(tmp_path, decoded)
+    assert section.title == "Should the drafter know about the contrast? big / small, on held-out"
+    assert "40 of 40 answers are equal to the replay round by round (1 up to a near-tie)" in section.text[0]
+    assert "correction for 12 comparisons" in section.text[0]
+    assert len(section.pictures) == 4 and all(picture.path.stat().st_size > 5000 for picture in section.pictures)
+    assert section.records == "../runs/matrix/replays.parquet"
+    summary, matrix, cells = section.tables
+    assert [row[0] for row in summary.rows] == ["here", *(f"paper, {name}" for name in paper.CROSS_ALPHA_SUMMARY)]
+    assert summary.rows[1][1:] == ["0.1", "0.015", "0.77%", "0 of 4"]
+    assert len(matrix.rows) == 5 and matrix.rows[-1][0].startswith("official, train-alpha 0")
+    assert all(re.fullmatch(r"\d\.\d{3}( \(.+%\))?", cell) for row in matrix.rows for cell in row[1:5])
+    assert len(cells.rows) == 12 and {row[-1] for row in cells.rows} <= {"helps", "no gain", "hurts", "undecided"}
+
+
+def test_one_training_run_is_said_to_be_one(tmp_path):
+    assert "one training run each, so other runs may differ" in section_of(tmp_path, seeds=(0,)).headlines[0].small
+
+
+def test_the_papers_change_is_that_of_its_matrices():
+    """-.4% to +1.0% at alpha .1: Qwen3/MMLU's 1.404 and Llama-3/GSM8K's 1.988 against 1.426 and 1.968."""
+    assert paper_span(0.1) == "-1.6% to +1.0%"
+    assert paper_span(0.2) == paper_span(0.0) == ""
+
+
+def printed(figure):
+    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+
+
+def found_of(tmp_path, **options):
+    columns = synthetic_records.replays(**({"prompts": 40} | options))
+    write_records(tmp_path / "replays.parquet", "replays", columns, {})
+    return summarise_replays(read_records(tmp_path / "replays.parquet", "replays").rows, 5, resamples=200)
+
+
+def test_the_heat_map_prints_every_length_and_frames_what_is_judged(tmp_path):
+    found = found_of(tmp_path, effect=-0.05)
+    figure = plots_matrix.matrix_map(found)
+    texts = printed(figure)
+    for row, lengths in enumerate(found["lengths"]):
+        for column, length in enumerate(lengths):
+            share = 100 * (length / found["lengths"][0][column] - 1)
+            wanted = f"{length:.3f}" + (f"\n{share:+.1f}%" if row else "")
+            assert wanted in texts
+    assert sum("hurts" in text for text in texts) == 3
+    main = next(axes for axes in figure.axes if axes.images)
+    assert len(main.lines) == 3, "one frame for every verdict"
+    weights = [text.get_weight() for text in main.texts]
+    assert weights.count("bold") == sum(cell["verdict"] == "hurts" for cell in found["cells"]) == 12
+
+
+def test_the_papers_numbers_are_labelled_as_the_papers():
+    texts = printed(plots_matrix.paper_matrices())
+    for name, lengths in paper.CROSS_ALPHA.items():
+        assert f"paper: {name}" in texts
+        assert all(any(text.startswith(f"{length:.3f}") for text in texts) for row in lengths for length in row)
+
+
+def test_intervals_stand_where_they_were_found(tmp_path):
+    found = found_of(tmp_path)
+    axes = plots_matrix.change_intervals(found).axes[0]
+    shown = np.concatenate([bar.lines[0].get_ydata() for bar in axes.containers])
+    wanted = sorted(100 * cell["change"]["estimate"] for cell in found["cells"])
+    assert sorted(shown) == pytest.approx(wanted)
+    markers = {bar.lines[0].get_marker() for bar in axes.containers}
+    assert len(markers) == len(axes.containers), "series differ by more than colour"
+
+
+def test_one_prompt_and_a_control_never_accepted_are_drawn_too(tmp_path):
+    assert not plots_matrix.change_intervals(found_of(tmp_path, prompts=1)).axes[0].collections[1:]
+    columns = synthetic_records.replays(prompts=3) | {}
+    columns["accepted"] = [0] * len(columns["accepted"])
+    write_records(tmp_path / "replays.parquet", "replays", columns, {})
+    found = summarise_replays(read_records(tmp_path / "replays.parquet", "replays").rows, 5, resamples=50)
+    for draw in (plots_matrix.matrix_map, plots_matrix.change_intervals):
+        assert draw(found).axes
+    assert plots_matrix.ceiling_bars(found["verdicts"]).axes
