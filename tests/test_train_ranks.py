@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy_training import GROUP, flags, head_weights, make_toy
+from toy_training import GROUP, family_flags, flags, head_weights, make_toy_pair
 
+from dcd_core.heads.family import Family
+from train import cross_alpha
 from train.eagle3 import main
 from train.processes import free_port
 
@@ -38,16 +40,18 @@ def launch(*command: str) -> None:
 def runs(tmp_path_factory):
     """One rank with batches of 4, and two ranks with batches of 2: by the trainer itself, and in the worker's runs."""
     folder = tmp_path_factory.mktemp("ranks")
-    toy = make_toy(folder / "toy", texts=29)
+    toy = make_toy_pair(folder / "toy", texts=29)
     held_out = f"--eval_tokens={toy / 'held_out.parquet'}"
     main(flags(toy, folder / "one", "--batch_size=4", *STEPS, held_out, "--log_every=1"))
     launch("train/eagle3.py", *flags(toy, folder / "two", "--batch_size=2", *STEPS, held_out, "--log_every=1"))
+    family = ["--train_alphas", "0", "0.5", "--input=amateur_shuffled", "--log_every=1"]
+    cross_alpha.main(family_flags(toy, folder / "family", "--batch_size=4", *STEPS, held_out, *family))
     launch("tests/two_ranks_worker.py", str(toy), str(folder))
     return folder
 
 
-def difference(one: Path, two: Path) -> float:
-    weights, others = head_weights(one), head_weights(two)
+def difference(one: Path, two: Path, head: str = "head") -> float:
+    weights, others = head_weights(one, head), head_weights(two, head)
     return max((tensor.double() - others[name].double()).abs().max().item() for name, tensor in weights.items())
 
 
@@ -66,3 +70,15 @@ def test_two_ranks_equal_one_with_twice_the_batch(runs, run):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sharded_runs_resume_on_two_ranks(runs, stage):
     assert difference(runs / f"zero{stage}", runs / f"again{stage}") == 0.0
+
+
+@pytest.mark.parametrize("run", ["family0", "family3"])
+def test_two_ranks_train_the_family_of_one(runs, run):
+    """Also with an input that is shuffled, and what was held fixed is the same."""
+    for name in ("alpha_0_seed_0", "alpha_0.5_seed_0"):
+        assert difference(runs / "family", runs / run, f"heads/{name}") < 1e-5
+        one, two = (
+            json.loads((runs / each / "metrics.json").read_text())["members"][name]["eval"] for each in ("family", run)
+        )
+        assert two == pytest.approx(one, rel=1e-4)
+    assert Family.read(runs / "family").held_fixed == Family.read(runs / run).held_fixed

@@ -1,5 +1,6 @@
 """Toy token files and flags for the trainers' tests, and child processes that can be killed."""
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -44,6 +45,17 @@ def make_toy(folder: Path, kind: str = "smol", texts: int = 30) -> Path:
     return folder
 
 
+def make_toy_pair(folder: Path, kind: str = "smol", texts: int = 30) -> Path:
+    """A toy with an amateur of four layers, which has no default taps."""
+    save_tiny(folder / "amateur", kind, seed=100, layers=4)
+    return make_toy(folder, kind, texts)
+
+
+def family_flags(toy: Path, output: Path, *more: str) -> list[str]:
+    """Flags of the trainers of families at toy size; later ones win."""
+    return flags(toy, output, f"--amateur={toy / 'amateur'}", "--amateur_feature_layers", "1", "2", "3", *more)
+
+
 def flags(toy: Path, output: Path, *more: str) -> list[str]:
     """Flags of train/eagle3.py at toy size; later ones win."""
     return [
@@ -61,9 +73,9 @@ def flags(toy: Path, output: Path, *more: str) -> list[str]:
     ]
 
 
-def head_weights(output: Path) -> dict:
-    """The trained head of a run folder."""
-    return load_file(output / "head" / "model.safetensors")
+def head_weights(output: Path, head: str = "head") -> dict:
+    """The trained head of a run folder, or the one of this name."""
+    return load_file(output / head / "model.safetensors")
 
 
 # one process imports deepspeed once; every child is a fork of it
@@ -72,7 +84,7 @@ SERVER = multiprocessing.get_context("forkserver")
 
 def in_child(*arguments, timeout: float = 120) -> int:
     """Run :func:`child_main` in a fresh process; its exit code (negative: the signal that killed it)."""
-    SERVER.set_forkserver_preload(["toy_training", "train.eagle3", "train.amateur", "deepspeed"])
+    SERVER.set_forkserver_preload(["toy_training", "train.eagle3", "train.cross_alpha", "train.amateur", "deepspeed"])
     process = SERVER.Process(target=child_main, args=arguments)
     process.start()
     process.join(timeout)
@@ -83,8 +95,14 @@ def in_child(*arguments, timeout: float = 120) -> int:
     return process.exitcode
 
 
-def child_main(argv: list[str], log: str, kill_at: tuple[int, float] | None = None, kill_in: str = "") -> None:
-    """train.eagle3.main in this process, killed ``kill_at = (steps, seconds)`` that long after so many optimiser steps
+def child_main(
+    argv: list[str],
+    log: str,
+    kill_at: tuple[int, float] | None = None,
+    kill_in: str = "",
+    script: str = "train.eagle3",
+) -> None:
+    """The script's main in this process, killed ``kill_at = (steps, seconds)`` that long after so many optimiser steps
     of this process, or at a place of its second save: ``write`` (half is written), ``rename`` (nothing is renamed)."""
     sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115
     for name in GROUP:
@@ -93,8 +111,8 @@ def child_main(argv: list[str], log: str, kill_at: tuple[int, float] | None = No
 
     import train.checkpoints
     import train.loop
-    from train.eagle3 import main
 
+    main = importlib.import_module(script).main
     torch.set_num_threads(1)
 
     def die(*_arguments, **_options):

@@ -6,8 +6,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from toy_training import flags
+from toy_training import family_flags, flags
 
+from train import cross_alpha
 from train.eagle3 import main
 from train.processes import barrier, start
 
@@ -27,3 +28,8 @@ if __name__ == "__main__":
             shutil.rmtree(again / "checkpoints" / "step-00000010")
         barrier()
         main([*run, f"--output={again}"])
+    # a family, whole and sharded
+    for stage in (0, 3):
+        more = [f"--deepspeed_config=configs/deepspeed/zero{stage}.json", "--train_alphas", "0", "0.5"]
+        shuffled = ["--input=amateur_shuffled", "--log_every=1"]
+        cross_alpha.main(family_flags(toy, folder / f"family{stage}", *shared, *shuffled, *more))

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dcd_core.heads.checkpoint import load_head_config
-from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head
+from dcd_core.heads.dual_input import make_head
+from dcd_core.heads.eagle3 import Eagle3Config
 from dcd_core.models import default_feature_layers, load_config, refuse_unsupported
 from train.batches import Plan, Texts
 from train.loop import read_deepspeed_config, total_steps
@@ -68,35 +69,64 @@ def describe_head_run(config) -> str:
     """Tokens, parameters, memory and steps of a head's training, from configurations only."""
     expert_config = load_config(config.expert)
     refuse_unsupported(expert_config, config.expert)
-    taps = tuple(config.feature_layers) or default_feature_layers(expert_config.num_hidden_layers)
-    if config.head_init:
-        shape = load_head_config(config.head_init)
-    else:
-        shape = Eagle3Config.from_expert(expert_config, config.draft_vocab_size, taps)
-    with torch.device("meta"):
-        head = count_parameters(Eagle3Head(shape))
+    shape = load_head_config(config.head_init) if config.head_init else head_shape(config, expert_config)
+    head = head_parameters(shape)
     expert = count_parameters(on_meta(expert_config))
-    stage = read_deepspeed_config(config.deepspeed_config).get("zero_optimization", {}).get("stage", 0)
+    stage = zero_stage(config)
     data, plan = describe_texts(config, expert_config.vocab_size)
     longest = max(plan.lengths) if plan else config.max_length
-    positions = config.batch_size * longest
-    wide, hidden = BYTES[config.dtype], shape.hidden_size
-    # per position and step: about 14 H-wide and 3 MLP-wide activations are kept for the backward pass
-    kept = config.unroll_steps * (14 * hidden + 3 * shape.intermediate_size) * wide
-    batch = positions * (kept + 5 * hidden * wide + 4 * shape.draft_vocab_size)
+    batch = batch_bytes(config, shape, longest)
     trained = training_bytes(head, config.dtype, stage, planned_world())
     frozen = expert * BYTES[config.expert_dtype]
     return "\n".join(
         [
             f"expert {config.expert}: {expert / 1e6:.1f} M parameters, frozen, {config.expert_dtype}",
-            f"head: {head / 1e6:.1f} M trained parameters, {shape.draft_vocab_size} draft ids, taps {taps}, "
-            f"{config.dtype}",
+            describe_shape("head", head, shape, config.dtype),
             data,
             f"memory per rank: expert {gigabytes(frozen)}, head with AdamW at ZeRO {stage} {gigabytes(trained)}, "
             f"at most about {gigabytes(batch)} for a micro-batch of {config.batch_size} x {longest} tokens; "
             f"together {gigabytes(frozen + trained + batch)}",
         ]
     )
+
+
+def zero_stage(config) -> int:
+    """Of the run's DeepSpeed file."""
+    return read_deepspeed_config(config.deepspeed_config).get("zero_optimization", {}).get("stage", 0)
+
+
+def head_shape(config, expert_config) -> Eagle3Config:
+    """The shape of the heads that a trainer's settings ask for, without an amateur."""
+    taps = tuple(config.feature_layers) or default_feature_layers(expert_config.num_hidden_layers)
+    width = config.head_intermediate_size or None
+    return Eagle3Config.from_expert(expert_config, config.draft_vocab_size, taps, config.head_layers, width)
+
+
+def head_parameters(shape: Eagle3Config) -> int:
+    """Trained parameters of a head."""
+    with torch.device("meta"):
+        return count_parameters(make_head(shape))
+
+
+def describe_shape(what: str, parameters: int, shape: Eagle3Config, dtype: str) -> str:
+    """One line on a head."""
+    taps = f"taps {shape.feature_layers}"
+    if shape.amateur_feature_layers:
+        taps += f" and {shape.amateur_feature_layers} of the amateur"
+    return (
+        f"{what}: {parameters / 1e6:.1f} M trained parameters, {shape.num_hidden_layers} block(s), "
+        f"{shape.draft_vocab_size} draft ids, {taps}, {dtype}"
+    )
+
+
+def batch_bytes(config, shape: Eagle3Config, longest: int, targets: int = 1) -> int:
+    """About what one head's share of a micro-batch needs, with so many different training targets beside it."""
+    wide, hidden = BYTES[config.dtype], shape.hidden_size
+    # per position and step: about 14 H-wide and 3 MLP-wide activations of each block are kept for the backward pass
+    block = 14 * hidden + 3 * shape.intermediate_size
+    kept = config.unroll_steps * shape.num_hidden_layers * block * wide
+    features = (sum(shape.feature_widths) + 2 * hidden) * wide
+    return config.batch_size * longest * (kept + features + 4 * shape.draft_vocab_size * targets)
 
 
 def coverage(texts: Texts, t2d: Tensor) -> float:
@@ -108,16 +138,27 @@ def coverage(texts: Texts, t2d: Tensor) -> float:
 
 def summary(texts: Texts, history: list[dict]) -> dict:
     """metrics.json of a training run: data, the last training and held-out metrics, and the whole curve."""
-    train = [entry for entry in history if "loss" in entry]
-    held_out = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
-    last = held_out[-1] if held_out else {}
+    return {**data_summary(texts), **curve_summary(history)}
+
+
+def data_summary(texts: Texts) -> dict:
+    """What a run was trained on, in numbers."""
     return {
-        "steps": history[-1]["step"] if history else 0,
         "texts": len(texts),
         "tokens": texts.tokens,
         "answer_tokens": texts.answer_tokens,
         "texts_cut": texts.shortened,
         "texts_dropped": texts.dropped,
+    }
+
+
+def curve_summary(history: list[dict]) -> dict:
+    """Steps, last training and held-out metrics, and the whole curve of one trained module."""
+    train = [entry for entry in history if "loss" in entry]
+    held_out = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
+    last = held_out[-1] if held_out else {}
+    return {
+        "steps": history[-1]["step"] if history else 0,
         "train": train[-1] if train else {},
         "eval": {name.removeprefix("eval_"): value for name, value in last.items() if name != "step"},
         "history": history,
@@ -129,6 +170,19 @@ def head_result(folder: Path, found: dict) -> str:
     kind, figures = ("held-out", found["eval"]) if found["eval"] else ("no held-out texts; training", found["train"])
     length = f"accepted length {figures['accepted_length']:.2f}, " if "accepted_length" in figures else ""
     return f"head -> {folder}; {kind} {length}accuracy of the first draft {figures['accuracy/0']:.2f}"
+
+
+def family_result(manifest: Path, members: dict[str, dict]) -> str:
+    """The line that a family's training ends with; without held-out texts it says so."""
+    figures = [found["eval"] or found["train"] for found in members.values()]
+    kind = "held-out" if next(iter(members.values()))["eval"] else "no held-out texts; training"
+
+    def spread(name: str) -> str:
+        values = [found[name] for found in figures]
+        return f"{min(values):.2f} to {max(values):.2f}"
+
+    length = f"accepted length {spread('accepted_length')}, " if all("accepted_length" in f for f in figures) else ""
+    return f"{len(members)} heads -> {manifest}; {kind} {length}accuracy of the first draft {spread('accuracy/0')}"
 
 
 def amateur_result(folder: Path, found: dict) -> str:
@@ -153,7 +207,7 @@ def describe_amateur_run(config) -> str:
         for part in (amateur.get_input_embeddings(), amateur.get_output_embeddings()):
             part.requires_grad_(False)
     trained = count_parameters(amateur, trained_only=True)
-    stage = read_deepspeed_config(config.deepspeed_config).get("zero_optimization", {}).get("stage", 0)
+    stage = zero_stage(config)
     memory = training_bytes(trained, config.dtype, stage, planned_world()) + (size - trained) * BYTES[config.dtype]
     frozen = expert * BYTES[config.expert_dtype]
     data, _ = describe_texts(config, expert_config.vocab_size)

@@ -34,25 +34,25 @@ PER_SEED = "initial weights"
 """The one control that is held fixed within a seed and differs between seeds."""
 CONTROLS = (
     "input",
-    "head shape",
-    "trained parameters",
-    PER_SEED,
+    "dtype",
+    "expert",
+    "amateur",
     "training texts",
     "data order",
     "token budget",
+    "draft vocabulary",
+    "feature layers",
+    "feature scaling",
+    "head shape",
+    "trained parameters",
     "position mask rule",
     "loss",
     "unroll depth",
-    "draft vocabulary",
     "optimiser",
     "schedule",
-    "dtype",
-    "feature layers",
-    "feature scaling",
-    "expert",
-    "amateur",
+    PER_SEED,
 )
-"""Names of what a manifest holds fixed, all of them required."""
+"""Names of what a manifest holds fixed, all of them required; causes before what follows from them."""
 
 
 # ---- what is read of an amateur --------------------------------------------------------------------------------------
