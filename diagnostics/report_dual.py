@@ -24,8 +24,8 @@ LENGTH_CAPTION = (
 )
 RULE_CAPTION = (
     "Positions by what both heads' errors cost (right) and what the contrast offers (up), as variances under the "
-    "target. In the limit of small errors that do not correlate, a dual draft is nearer to the target than e only above "
-    "the line; the cost counts the expert-side error {factors} times."
+    "target. In the limit of small errors that do not correlate, a dual draft is nearer to the target than e only "
+    "above the line; the cost counts the expert-side error {factors} times."
 )
 
 
@@ -77,7 +77,8 @@ def closer_sentence(found: list[dict]) -> str:
     low, high = (100 * share for share in paper.DUAL_CLOSER)
     return (
         f"Share of positions where the reconstruction is nearer to the target than e: {listed(closer)} (paper: "
-        f"{low:.1f} to {high:.1f}%). At equal drafting time (e drafts twice as many tokens) L changes by {listed(time)}."
+        f"{low:.1f} to {high:.1f}%). At equal drafting time (e drafts twice as many tokens) L changes by "
+        f"{listed(time)}."
     )
 
 

@@ -23,6 +23,7 @@ from tabulate import tabulate
 
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_taken, run_entry, versions
 from dcd_core.decode import Prompt
+from dcd_core.errors import UserError
 from dcd_core.processes import Ranks, join
 from diagnostics.histories import History, Study, load_study, merged, roll_out
 from diagnostics.loading import inputs_key, short_name
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         config.direct_head,
         config.stronger,
     )
+    refuse_other_alphas(config, study)
     parts, folder = begin(config, argv, result_settings(config), ranks)
     pieces = measure(study, prompts, stops, config, parts, ranks)
     if not ranks.first:
@@ -85,6 +87,18 @@ def main(argv: list[str] | None = None) -> int:
     parts.remove()
     print_summary(by_alpha)
     return 0
+
+
+def refuse_other_alphas(config: Config, study: Study) -> None:
+    """Several direct heads stand in the order of the alphas. Raises UserError for one that was trained for another."""
+    if len(study.direct) < 2:
+        return
+    for name, head, alpha in zip(config.direct_head, study.direct, config.alphas, strict=True):
+        if head.config.train_alpha not in (None, alpha):
+            raise UserError(
+                f"{name} was trained on alpha {head.config.train_alpha:g}, and stands where --alphas has {alpha:g}; "
+                "give the heads of --direct_head in the order of --alphas"
+            )
 
 
 def result_settings(config: Config) -> dict:

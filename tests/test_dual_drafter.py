@@ -1,5 +1,6 @@
 """The dual-drafter study on tiny models: it replays what decoding does, and sums what pandas says."""
 
+import itertools
 import json
 
 import pytest
@@ -11,7 +12,9 @@ from dcd_core.contrast import Target, choices
 from dcd_core.decode import Settings, decode
 from dcd_core.drafters.dual import HeadPair
 from dcd_core.errors import UserError
+from dcd_core.files import file_hash
 from dcd_core.heads.checkpoint import save_head
+from dcd_core.heads.family import CONTROLS, PER_SEED, FamilyMember, write_manifest
 from dcd_core.methods import assemble
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, replay, walk_rounds
@@ -194,9 +197,30 @@ def test_a_stopped_run_goes_on_and_gives_the_same(world, run, tmp_path, monkeypa
         assert hashes[0] == hashes[1]
 
 
-@pytest.mark.parametrize("alpha", ["0"])
-def test_without_contrast_there_is_no_rule(world, tmp_path, alpha):
-    assert entry.main(flags(world, tmp_path / "out", "--alphas", alpha, "--limit=2")) == 0
+def test_a_trained_family_is_taken_by_its_seeds(world, tmp_path):
+    """As train/dual_drafter.py leaves one; a family that is not matched is refused."""
+
+    def family(folder, **changed):
+        members = []
+        for seed, (alpha, role) in itertools.product((0, 1), ((0.0, "expert"), (None, "amateur"))):
+            path = folder / "heads" / f"{role}_seed_{seed}"
+            save_head(path, tiny_head("smol", seed=seed, aligned_with=role, train_alpha=alpha))
+            fixed = dict.fromkeys(CONTROLS, "the same") | {PER_SEED: f"of seed {seed}"}
+            fixed |= changed if (role, seed) == ("amateur", 1) else {}
+            weights = file_hash(path / "model.safetensors")
+            members.append(FamilyMember(alpha, seed, "expert_only", path, fixed, weights))
+        write_manifest(folder, "dual_drafter", members)
+        return ["--heads", "--amateur_heads", f"--family={folder}", "--limit=2", "--alphas", "0.5"]
+
+    assert entry.main(flags(world, tmp_path / "out", *family(tmp_path / "family"))) == 0
+    rows = read_records(tmp_path / "out" / "dual_replays.parquet", "dual_replays").rows
+    assert set(rows["pair"]) == {"expert / amateur / seed 0", "expert / amateur / seed 1"}
+    with pytest.raises(UserError, match="not matched: schedule"):
+        entry.main(flags(world, tmp_path / "no", *family(tmp_path / "other", schedule="another")))
+
+
+def test_without_contrast_there_is_no_rule(world, tmp_path):
+    assert entry.main(flags(world, tmp_path / "out", "--alphas", "0", "--limit=2")) == 0
     (found,) = json.loads((tmp_path / "out" / "metrics.json").read_text())["dual_drafter"]
     assert "rule" not in found
     assert found["drafts"]["oracle"]["length_change"]["estimate"] == 0, "without contrast the oracle draft is e"

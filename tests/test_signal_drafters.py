@@ -144,6 +144,8 @@ def test_refusals(world, tmp_path):
     refused("aligned with the amateur; --head takes", f"--head={world / 'amateur_head'}")
     refused("aligned with the amateur; --direct_head takes", f"--direct_head={world / 'amateur_head'}")
     refused("one head for all alphas or one of each", "--direct_head", *[str(world / "direct")] * 3)
+    both = ["--direct_head", str(world / "direct"), str(world / "direct")]
+    refused("trained on alpha 0.5, and stands where --alphas has 0.1", *both)
     refused("--dataset must name each file", "--dataset", "one")
     refused("--dataset must name each file", "--prompts", *[str(world / "other.jsonl")] * 2)
     refused("needs a file of prompts", "--prompts")
