@@ -29,8 +29,7 @@ def summarise_dual(
     `drafts` holds length (L), tokens_per_round, kl, top1 and acceptance of each kind, and the differences from e as
     `..._change`; `equal_time` L of e at twice the draft length and the dual draft's difference from it;
     `relative_change` and `verdict` the dual draft's L against e's (no change where no draft of e is ever accepted);
-    `share_closer`, `variances` and `rule` the variance
-    rule.
+    `share_closer`, `variances` and `rule` the variance rule.
     """
     found = []
     groups = replays.groupby(["dataset", "alpha"], sort=True)

@@ -38,7 +38,7 @@ from diagnostics.wording import points
 class Config(StudyFlags):
     """Settings of the signal-versus-error study."""
 
-    head: str = field(metadata={"help": "expert-aligned EAGLE3 head: folder or hub id"})
+    head: str = field(metadata={"help": "expert-aligned head: EAGLE3, or train-alpha 0 of a family"})
     amateur_head: str = field(default="", metadata={"help": "head aligned with the amateur: adds the dual draft"})
     direct_head: list[str] = field(
         default_factory=list,
