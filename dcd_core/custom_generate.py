@@ -12,8 +12,9 @@ or, by the folder that holds the same for those who pass a path (transformers th
 max_new_tokens and max_length, eos_token_id, pad_token_id, do_sample with temperature, top_k and top_p,
 num_return_sequences, return_dict_in_generate (sequences only). Whatever else would change the text is refused by name.
 
-Ours come beside them: `amateur` and `lm` (a model, a folder or a hub id), `head` (an Eagle3Head, a folder or a hub id),
-`method`, and alpha, cutoff, gamma, branch, nodes, stop_below, saving, deferral, rule, seed as in :mod:`dcd_core.api`.
+Ours come beside them: `amateur` and `lm` (a model, a folder or a hub id), `head` and `amateur_head` (an Eagle3Head, a
+folder or a hub id), `method`, and alpha, cutoff, gamma, branch, nodes, stop_below, saving, deferral, draft_alpha, rule,
+seed as in :mod:`dcd_core.api`.
 Models given by name are loaded once and kept while they are the last ones used. Without a seed, sampling takes one from
 torch's generator, so `torch.manual_seed` makes it repeatable as it does for generate. transformers hands no `streamer`
 to a callable: give it as `stream_to`.
@@ -66,6 +67,7 @@ def contrastive(
     *,
     amateur=None,
     head=None,
+    amateur_head=None,
     lm=None,
     method=METHOD,
     alpha=None,
@@ -76,6 +78,7 @@ def contrastive(
     stop_below=None,
     saving=None,
     deferral=None,
+    draft_alpha=None,
     rule=None,
     seed=None,
     stream_to=None,
@@ -89,7 +92,7 @@ def contrastive(
         UserError: what cannot be honoured, by name, and all that :meth:`dcd_core.api.Decoder.generate` refuses.
     """
     given = dict(alpha=alpha, cutoff=cutoff, gamma=gamma, branch=branch, nodes=nodes, stop_below=stop_below)
-    given |= dict(saving=saving, rule=rule)
+    given |= dict(saving=saving, draft_alpha=draft_alpha, rule=rule)
     if deferral is not None:
         given |= {f"defer_{name}": value for name, value in asdict(deferral).items()}
     asked = read_request(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
@@ -97,9 +100,10 @@ def contrastive(
     if seed is None:
         given["seed"] = int(torch.randint(2**62, ())) if given["temperature"] else 0
     how = make_settings(asked.stops, **{name: value for name, value in given.items() if value is not None})
-    refuse_missing(method, amateur=amateur is not None, head=head is not None, lm=lm is not None)
+    beside = dict(amateur=amateur, head=head, lm=lm, amateur_head=amateur_head)
+    refuse_missing(method, **{name: one is not None for name, one in beside.items()})
     with ExitStack() as stack:
-        assembled = put_together(stack, model, method, amateur, head, lm)
+        assembled = put_together(stack, model, method, **beside)
         made = run(assembled, asked.prompts, how, stream_to, input_ids)
     width = max(len(generation.ids) for generation in made)
     fresh = torch.tensor([made_row.ids + [asked.pad] * (width - len(made_row.ids)) for made_row in made])
@@ -211,40 +215,43 @@ def unpadded(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -
 # ---- models that belong to others ------------------------------------------------------------------------------------
 
 
-def put_together(stack: ExitStack, model: nn.Module, method: str, amateur, head, lm) -> Assembled:
+def put_together(stack: ExitStack, model: nn.Module, method: str, amateur, head, lm, amateur_head) -> Assembled:
     """The method over the caller's expert; what is borrowed is given back when the stack closes."""
     others = [named(one, model) if isinstance(one, str | Path) else one for one in (amateur, lm)]
-    vocab = shared_ids(model, *(one.model if isinstance(one, LanguageModel) else one for one in others))
-    expert = stack.enter_context(borrowed(model, vocab, taps_of(head, model)))
-    for place, one in enumerate(others):
-        if isinstance(one, LanguageModel):
-            one.vocab = vocab
-        elif one is not None:
-            others[place] = stack.enter_context(borrowed(one, vocab))
-    return assemble(method, Pair(expert, others[0], None), head_of(head, expert), lm=others[1])
+    vocab = shared_ids(model, *others)
+    expert = stack.enter_context(borrowed(model, vocab, taps_of(head, "expert", model)))
+    taps = (taps_of(head, "amateur", others[0]), None)
+    wrapped = [
+        None if one is None else stack.enter_context(borrowed(one, vocab, layers))
+        for one, layers in zip(others, taps, strict=True)
+    ]
+    heads = {"head": head, "amateur_head": amateur_head}
+    heads = {name: head_of(one, expert, wrapped[0]) for name, one in heads.items()}
+    return assemble(method, Pair(expert, wrapped[0], None), lm=wrapped[1], **heads)
 
 
-def named(name: str | Path, model: nn.Module) -> LanguageModel:
+def named(name: str | Path, model: nn.Module) -> nn.Module:
     """A model beside the expert, in its dtype and on its device."""
     return kept_model(str(name), stamp(name), str(model.dtype).removeprefix("torch."), str(model.device))
 
 
-def taps_of(head, model: nn.Module) -> tuple[int, ...] | None:
-    """The layers of the expert that a head reads; None without one, or where it does not say."""
-    if head is None:
+def taps_of(head, role: str, model: nn.Module | None) -> tuple[int, ...] | None:
+    """The layers of the expert or the amateur that a head reads; None without one, or where it does not say."""
+    if head is None or model is None:
         return None
     config = load_head_config(head) if isinstance(head, str | Path) else head.config
-    if config.feature_layers:
-        check_taps(config.feature_layers, model.config.num_hidden_layers, call(head), model.config._name_or_path)
-    return config.feature_layers
+    taps = config.feature_layers if role == "expert" else config.amateur_feature_layers
+    if taps:
+        check_taps(taps, model.config.num_hidden_layers, call(head), model.config._name_or_path, role)
+    return taps
 
 
-def head_of(head, expert: LanguageModel) -> Eagle3Head | None:
-    """A head, once it is sure that it is this expert's."""
+def head_of(head, expert: LanguageModel, amateur: LanguageModel | None) -> Eagle3Head | None:
+    """A head, once it is sure that it is this expert's (and amateur's, if it reads one)."""
     if head is None:
         return None
     if isinstance(head, str | Path):
-        fitting_config(head, expert)
+        fitting_config(head, expert, amateur)
         loaded = kept_head(str(head), stamp(head), expert.dtype, str(expert.device))
     else:
         check_expert(head.config, expert, (None, None), call(head))
@@ -319,14 +326,14 @@ def stamp(name: str | Path) -> tuple:
 
 
 @lru_cache(maxsize=2)
-def kept_model(name: str, content: tuple, dtype: str, device: str) -> LanguageModel:
+def kept_model(name: str, content: tuple, dtype: str, device: str) -> nn.Module:
     """The models that were named last: an amateur, and a small model that drafts."""
-    return load_model(name, dtype, device)
+    return load_model(name, dtype, device).model
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def kept_head(name: str, content: tuple, dtype: torch.dtype, device: str) -> Eagle3Head:
-    """The head that was named last."""
+    """The heads that were named last: a drafter's, and the amateur's."""
     return load_head(name, dtype=dtype, device=device)
 
 

@@ -16,6 +16,9 @@ from dcd_core.draft import Shape
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import LanguageModel, Pair
 
+READ_BY = {"eagle3": ("expert",), "dual_input": ("expert", "amateur")}
+"""Whose features a kind of head reads."""
+
 
 def time_passes(
     pair: Pair,
@@ -29,8 +32,9 @@ def time_passes(
 ) -> dict[str, dict[str, float]]:
     """Median milliseconds of each pass by number of new tokens, as {"expert": {"1": ms, "<nodes + 1>": ms}, ...}.
 
-    Models: "expert" (with the taps where there is a head), "amateur" and "lm" (if any), "head" (if any; one pass over
-    true features, its output layer and the argmax). Widths: one token, what a level of a tree expands, root and drafts.
+    Models: "expert" (with the taps where there is a head), "amateur" (the same where the head reads it) and "lm" (if
+    any), "head" (if any; one pass over true features, its output layer and the argmax). Widths: one token, what a level
+    of a tree expands, root and drafts.
     The context is the prompt, cycled to a length of prompt + answer / 2 tokens: the middle of an answer. All passes are
     interleaved, so that drift of the machine hits all alike.
     """
@@ -40,12 +44,12 @@ def time_passes(
     passes: dict[tuple[str, int], Callable[[], None]] = {}
     for name, model in (("expert", pair.expert), ("amateur", pair.amateur), ("lm", lm)):
         if model is not None:
-            taps = name == "expert" and head is not None
+            taps = head is not None and name in READ_BY[head.kind]
             cache = _filled(model, context, max(widths))
             for width in widths:
                 passes[name, width] = _model_pass(model, cache, context[:width], taps)
     if head is not None:
-        cache = _filled_head(pair.expert, head, context, max(widths))
+        cache = _filled_head(pair, head, context, max(widths))
         for width in widths:
             passes["head", width] = _head_pass(pair.expert, head, cache, context[:width])
     seconds = {key: [] for key in passes}
@@ -86,9 +90,11 @@ def _model_pass(model: LanguageModel, cache: KVCache, new: list[int], taps: bool
 
 
 @torch.no_grad()
-def _filled_head(expert: LanguageModel, head: Eagle3Head, context: list[int], room: int) -> KVCache:
+def _filled_head(pair: Pair, head: Eagle3Head, context: list[int], room: int) -> KVCache:
+    expert = pair.expert
     ids = torch.tensor([context], device=expert.device)
-    features = expert.forward_full(ids, features=True, logits=False).features
+    models = [getattr(pair, name) for name in READ_BY[head.kind]]
+    features = torch.cat([one.forward_full(ids, features=True, logits=False).features for one in models], dim=-1)
     cache = head.new_cache(1, len(context) + room)
     head.step(expert.embedding(ids[:, 1:]), head.fuse(features[:, :-1]), cache)
     cache.commit([len(context) - 1])
@@ -98,7 +104,7 @@ def _filled_head(expert: LanguageModel, head: Eagle3Head, context: list[int], ro
 def _head_pass(expert: LanguageModel, head: Eagle3Head, cache: KVCache, new: list[int]) -> Callable[[], None]:
     """Embed, fuse, one block, output layer at the last row, argmax: what one draft token costs."""
     ids = torch.tensor([new], device=expert.device)
-    width = 3 * head.config.target_hidden_size
+    width = sum(head.config.feature_widths)
     features = torch.randn(1, len(new), width, generator=torch.Generator().manual_seed(0)).to(expert.device)
 
     @torch.no_grad()

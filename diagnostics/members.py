@@ -51,10 +51,8 @@ class Member:
 
     def rollout(self, text: Text) -> Rollout:
         """A text with the features that this drafter reads."""
-        width = 3 * self.head.config.amateur_hidden_size
-        joined = join_features(
-            text.features, text.amateur_features, width, self.place.input, self.shuffle_seed
-        )
+        width = self.head.config.feature_widths[1]
+        joined = join_features(text.features, text.amateur_features, width, self.place.input, self.shuffle_seed)
         return Rollout(text.ids, text.prompt_length, joined[0])
 
 
@@ -68,9 +66,9 @@ class Text:
     ids: Int[Tensor, " position"]
     prompt_length: int
     features: Float[Tensor, "1 position features"]
-    amateur_features: Float[Tensor, "1 position features"] | None
+    amateur_features: Float[Tensor, "1 position amateur_features"] | None
     expert: Float[Tensor, "position hidden"]
-    amateur: Float[Tensor, "position hidden"] | None
+    amateur: Float[Tensor, "position amateur_hidden"] | None
 
     @classmethod
     @torch.no_grad()

@@ -23,17 +23,26 @@ FAST = {"max_new_tokens": 9, "gamma": 3, "alpha": 0.5}
 def cd(tmp_path_factory):
     world = make_world(tmp_path_factory.mktemp("world"))
     names = [str(world / name) for name in ("expert", "amateur", "head")]
-    return load(*names, dtype="float32", device="cpu", lm=names[1])
+    return load(*names, dtype="float32", device="cpu", lm=names[1], amateur_head=str(world / "amateur_head"))
+
+
+@pytest.fixture(scope="module")
+def dual_input(tmp_path_factory):
+    """The same pair with the head that reads both models."""
+    world = make_world(tmp_path_factory.mktemp("world"))
+    return load(*(str(world / name) for name in ("expert", "amateur", "dual_input")), dtype="float32", device="cpu")
 
 
 def by_hand(cd, prompts, method, target, **fields):
     given = [Prompt(str(number), cd.prompt(prompt).ids) for number, prompt in enumerate(prompts, start=1)]
     how = Settings(target=target, stop_ids=(3,), max_new_tokens=9, gamma=3, **fields)
-    return [generation.ids for generation in decode(assemble(method, cd.pair, cd.head, lm=cd.lm), given, how)]
+    method = assemble(method, cd.pair, cd.head, lm=cd.lm, amateur_head=cd.amateur_head)
+    return [generation.ids for generation in decode(method, given, how)]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_streamed_and_collected_are_what_the_loop_decodes(cd, method):
+def test_streamed_and_collected_are_what_the_loop_decodes(cd, dual_input, method):
+    cd = dual_input if METHODS[method].reads_amateur else cd
     expected = by_hand(cd, PROMPTS, method, Target(alpha=0.5, temperature=0.0))
     for max_batch in (1, 3):
         found = cd.generate(PROMPTS, method, max_batch=max_batch, **FAST)
@@ -145,6 +154,12 @@ def test_what_is_not_loaded_is_named(cd):
         alone.stream("w1", "expert_sd")
     with pytest.raises(UserError, match="method dcd_lm drafts with a small language model, and none is given"):
         Decoder(cd.pair, cd.head).stream("w1", "dcd_lm")
+    with pytest.raises(UserError, match="method dual drafts with a second head, and none is given: .*--amateur_head"):
+        Decoder(cd.pair, cd.head).stream("w1", "dual")
+    with pytest.raises(
+        UserError, match="method cross_alpha drafts with a dual-input head, and --head is an EAGLE3 head"
+    ):
+        cd.stream("w1", "cross_alpha")
 
 
 def test_savings_change_no_text(cd):

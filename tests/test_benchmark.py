@@ -13,7 +13,7 @@ from dcd_core.errors import UserError
 from dcd_core.methods import METHODS
 from diagnostics import contest
 from diagnostics.agreement import Divergence, first_difference, top_two_gap
-from diagnostics.prediction import pass_ms, predicted_tokens_per_second, with_predictions
+from diagnostics.prediction import draft_ms, pass_ms, predicted_tokens_per_second, with_predictions
 from diagnostics.records import read_records
 
 
@@ -28,14 +28,15 @@ def flags(world, output, *more):
 
 
 def test_every_method_is_measured_predicted_and_compared(world, tmp_path, capsys):
-    everyone = [f"--lm={world / 'amateur'}", "--methods", *METHODS]
+    able = {name: method for name, method in METHODS.items() if not method.reads_amateur}
+    everyone = [f"--lm={world / 'amateur'}", f"--amateur_head={world / 'amateur_head'}", "--methods", *able]
     assert entry.main(flags(world, tmp_path / "out", "--dtype=float32", "--repeats=2", *everyone)) == 0
     rows = read_records(tmp_path / "out" / "rounds.parquet", "rounds").rows
-    assert set(rows["method"]) == set(METHODS)
+    assert set(rows["method"]) == set(able)
     assert set(rows["run"][rows["method"] == "ar"]) == {"alpha=any repeat=0", "alpha=any repeat=1"}
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
-    contrastive = sum(method.contrast for method in METHODS.values())
-    assert len(answers) == 3 * 2 * (len(METHODS) - contrastive + 2 * contrastive)
+    contrastive = sum(method.contrast for method in able.values())
+    assert len(answers) == 3 * 2 * (len(able) - contrastive + 2 * contrastive)
     for made in answers:  # the prefill's token belongs to no round
         mine = rows[(rows["run"] == made["run"]) & (rows["method"] == made["method"])]
         assert mine[mine["prompt_id"] == made["prompt_id"]]["emitted"].sum() == len(made["ids"]) - 1
@@ -45,11 +46,19 @@ def test_every_method_is_measured_predicted_and_compared(world, tmp_path, capsys
         assert found["predicted_tokens_per_second"] > 0
         if found["method"] == "cd":
             assert found["speedup"]["estimate"] == found["predicted_speedup"] == 1.0
-    assert {found["method"] for found in metrics["agreement"]} == set(METHODS) - {"ar", "cd"}
+    assert {found["method"] for found in metrics["agreement"]} == set(able) - {"ar", "cd"}
     assert all(found["different"] == 0 and found["equal"] > 0 for found in metrics["agreement"])
     assert set(metrics["latency_ms"]) == {"expert", "amateur", "head", "lm"}
     printed = capsys.readouterr().out
     assert "speed-up over cd" in printed and "texts equal those of cd" in printed
+
+
+def test_a_head_that_reads_both_models_is_measured_and_predicted(world, tmp_path):
+    own = [f"--head={world / 'dual_input'}", "--methods", "cd", "cross_alpha", "--alphas", "0.5", "--dtype=float32"]
+    entry.main(flags(world, tmp_path / "out", *own))
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    found = {one["method"]: one for one in metrics["methods"]}["cross_alpha"]
+    assert found["predicted_tokens_per_second"] > 0 and metrics["agreement"][0]["different"] == 0
 
 
 def test_trees_are_measured_at_a_budget_and_predicted(world, tmp_path):
@@ -199,6 +208,11 @@ def test_predictions_follow_the_cost_model_by_hand():
     # a level of a tree is as wide as its expanded nodes, and the passes as wide as its nodes
     tree = predicted_tokens_per_second("dcd_hybrid", LATENCY, 1.5, 5, 5, branch=2)
     assert tree == pytest.approx(2500 / (2.3 + 4 * 2.2 + 70))
+    two = predicted_tokens_per_second("dual", LATENCY, 1.5, 5, 5)
+    one = predicted_tokens_per_second("cross_alpha", LATENCY, 1.5, 5, 5)
+    assert 1 / two - 1 / one == pytest.approx(draft_ms("cross_alpha", LATENCY, 1.5, 5, 1) * 5 / 2500), (
+        "a round of 2.5 tokens takes its five drafting passes once more"
+    )
     lm = predicted_tokens_per_second("dcd_lm", LATENCY | {"lm": {"1": 4.0, "6": 9.0}}, 1.5, 5, 5)
     assert lm == pytest.approx(2500 / (5.5 + 16 + 70))
     assert speed("scd", 5.0, 5) == pytest.approx(6000 / (6 * 20 + 45))

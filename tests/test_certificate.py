@@ -173,7 +173,8 @@ def world(tmp_path_factory):
 
 def real_flags(world, output):
     fast = ["--max_new_tokens=6", "--batch=2", "--device=cpu", "--limit=2", "--alphas", "0.5"]
-    return [*model_flags(world), f"--output={output}", "--quick", *fast]
+    second = f"--amateur_head={world / 'amateur_head'}"
+    return [*model_flags(world), second, f"--output={output}", "--quick", *fast]
 
 
 def test_a_real_pair_is_held_against_vanilla_contrastive_decoding(world, tmp_path, monkeypatch):
@@ -182,13 +183,30 @@ def test_a_real_pair_is_held_against_vanilla_contrastive_decoding(world, tmp_pat
     lines = [line for line in read(tmp_path / "out") if line["part"] == "identity"]
     names = {(line["name"], line["figures"]["decoding"]) for line in lines}
     assert ("cd = the cache-free loop", "greedy") in names
+    left_out = [line for line in lines if line["passed"] is None]
+    assert [line["name"] for line in left_out] == ["cross_alpha"] and "no such head given" in left_out[0]["note"]
     for name, method in METHODS.items():
-        if name not in ("ar", "cd"):
+        if name not in ("ar", "cd", "cross_alpha"):
             for decoding in ("greedy", "T = 1, shared noise"):
                 assert (f"{name} = {'cd' if method.contrast else 'ar'}", decoding) in names
     assert {("cd (lazy) = cd", "greedy"), ("dcd_eagle3 (deferred) = cd", "T = 1, shared noise")} <= names
-    for line in lines:
+    for line in [line for line in lines if line not in left_out]:
         assert line["passed"] and line["figures"]["tokens"] > 0 and line["figures"]["first divergence"] == "none"
+
+
+def test_a_real_pair_s_dual_input_head_certifies_cross_alpha(world, tmp_path, monkeypatch):
+    small(monkeypatch)
+    planned = entry.planned_checks
+
+    def own(toy, alphas, prompts, able):
+        return planned(toy, alphas, prompts, [name for name in able if name == "cross_alpha"])
+
+    monkeypatch.setattr(entry, "planned_checks", own)
+    flags = [*real_flags(world, tmp_path / "out"), f"--head={world / 'dual_input'}"]
+    assert entry.main(flags) == 0
+    lines = [line for line in read(tmp_path / "out") if line["part"] == "identity" and line["passed"] is not None]
+    variants = {line["name"] for line in lines if "cross_alpha" in line["name"]}
+    assert variants == {"cross_alpha = cd", "cross_alpha (tree) = cd"} and all(line["passed"] for line in lines)
 
 
 def test_a_difference_on_a_real_pair_is_shown(world, tmp_path, monkeypatch):

@@ -14,12 +14,13 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Settings, decode
 from dcd_core.divergence import acceptance, total_variation
 from dcd_core.errors import UserError
-from dcd_core.heads.family import CONTROLS, PER_SEED
 from dcd_core.methods import assemble
 from dcd_core.prompts import read_prompts
+from dcd_core.replay import teacher_forced
 from diagnostics.members import Text, find_places, load_members
 from diagnostics.position_quantities import on_vocabulary
 from diagnostics.records import read_records
+from diagnostics.replay_check import first_draft_gap
 from diagnostics.shared_history import draft_sums, headroom_sums
 
 ALPHAS = [0.0, 0.5]
@@ -171,7 +172,24 @@ def test_a_replay_that_is_not_decoding_is_no_finished_run(world, tmp_path, monke
     assert "4 differ" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("control", [name for name in CONTROLS if name not in ("input", PER_SEED)])
+@torch.no_grad()
+def test_the_gap_of_a_draft_is_the_drafters_own(world):
+    """Rounds that differ in their first draft, in the first and in the second round: the head's two best logits."""
+    places = find_places([str(world / "family")], [])
+    pair, members = load_members(str(world / "expert"), str(world / "amateur"), places, "float32", "cpu")
+    prompts, _ = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"))
+    text = Text.read(pair, prompts[0], [5, 9, 20, 30, 31, 40, 41], amateur_features=True)
+    for member in members[:2]:
+        logits = next(teacher_forced(member.head, pair.expert.embedding, member.rollout(text), 1, pair.expert.vocab))
+        best = logits.topk(2).values
+        for root, before in ((0, []), (3, [(3, 2, 3)])):
+            one, other = [*before, (3, 0, 1)], [*before, (3, 2, 3)]
+            gap = first_draft_gap(pair, member, text, one, other, 3)
+            assert gap == pytest.approx(float(best[root, 0] - best[root, 1]), abs=1e-4)
+        assert first_draft_gap(pair, member, text, before, one, 3) == float("inf")
+
+
+@pytest.mark.parametrize("control", ["training texts", "data order", "token budget"])
 def test_a_family_that_is_not_matched_is_refused(world, tmp_path, control):
     make_family(tmp_path / "family", **{control.replace(" ", "_"): "another"})
     more = [f"--family={tmp_path / 'family'}"]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from naive import some_prompts, tiny_head
+from naive import fitting_heads, some_prompts, tiny_head
 from tiny import VOCAB, save_tiny, tiny_causal_lm, tiny_pair, tiny_tokenizer
 from tiny_world import make_world
 from transformers import (
@@ -24,7 +24,7 @@ from dcd_core.custom_generate import FOLDER, contrastive, read_sampling
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.flip_risk import Deferral
-from dcd_core.loading import load_models
+from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.models import LanguageModel, Pair
 
@@ -58,7 +58,7 @@ def stock():
     for kind in ("smol", "llama3"):
         pair = tiny_pair(kind)
         head = tiny_head(pair)
-        made[kind] = (tiny_causal_lm(kind), tiny_causal_lm(kind, seed=100, layers=3), head)
+        made[kind] = (tiny_causal_lm(kind), tiny_causal_lm(kind, seed=100, layers=4), head)
     return made
 
 
@@ -67,11 +67,11 @@ def world(tmp_path_factory):
     return make_world(tmp_path_factory.mktemp("world"), "qwen3")
 
 
-def ours(model, amateur, head, method, prompts=PROMPTS, **fields):
+def ours(model, amateur, heads, method, prompts=PROMPTS, **fields):
     """The same by our own loop."""
-    pair = Pair(LanguageModel(model, VOCAB), LanguageModel(amateur, VOCAB), None)
+    pair = Pair(LanguageModel(model, VOCAB), LanguageModel(amateur, VOCAB, (1, 2, 3)), None)
     how = Settings(**{"max_new_tokens": NEW, "stop_ids": (END,), "gamma": 3, **fields})
-    method = assemble(method, pair, head, lm=pair.amateur)
+    method = assemble(method, pair, lm=pair.amateur, **heads)
     made = [generation.ids for generation in decode(method, prompts, how, 3)]
     pair.expert.release()
     pair.amateur.release()
@@ -86,12 +86,12 @@ def ours(model, amateur, head, method, prompts=PROMPTS, **fields):
 @pytest.mark.parametrize("kind", ["smol", "llama3"])
 def test_greedy_tokens_are_those_of_our_loop(stock, kind, method, form):
     model, amateur, head = stock[kind]
-    batch = padded()
-    given = dict(amateur=amateur, head=head, lm=amateur, method=method, alpha=0.5, gamma=3, max_new_tokens=NEW)
+    batch, heads = padded(), fitting_heads(method, tiny_pair(kind), head)
+    given = dict(amateur=amateur, lm=amateur, method=method, alpha=0.5, gamma=3, max_new_tokens=NEW, **heads)
     found = model.generate(**batch, **FORMS[form], **given)
     width = batch["input_ids"].shape[1]
     assert torch.equal(found[:, :width], batch["input_ids"])
-    assert answers(found, width) == ours(model, amateur, head, method, target=Target(alpha=0.5, temperature=0.0))
+    assert answers(found, width) == ours(model, amateur, heads, method, target=Target(alpha=0.5, temperature=0.0))
 
 
 @pytest.mark.parametrize("kind", ["smol", "llama3"])
@@ -116,7 +116,7 @@ def test_a_single_row_without_a_mask_and_a_max_length(stock):
     found = model.generate(ids, **given, max_length=ids.shape[1] + NEW)
     assert torch.equal(found, model.generate(input_ids=ids, **given, max_new_tokens=NEW))
     assert answers(found, ids.shape[1]) == ours(
-        model, amateur, None, "cd", PROMPTS[1:2], target=Target(alpha=0.5, temperature=0.0)
+        model, amateur, {}, "cd", PROMPTS[1:2], target=Target(alpha=0.5, temperature=0.0)
     )
 
 
@@ -127,7 +127,8 @@ def test_sampled_tokens_are_those_of_our_loop(stock, method, form):
     batch = padded()
     given = dict(amateur=amateur, head=head, method=method, alpha=0.5, gamma=3, max_new_tokens=NEW, top_k=0)
     found = model.generate(**batch, **FORMS[form], **given, do_sample=True, temperature=0.7, seed=5)
-    expected = ours(model, amateur, head, method, target=Target(alpha=0.5, temperature=0.7), seed=5)
+    heads = {"head": head}
+    expected = ours(model, amateur, heads, method, target=Target(alpha=0.5, temperature=0.7), seed=5)
     assert answers(found, batch["input_ids"].shape[1]) == expected
 
 
@@ -139,7 +140,7 @@ def test_truncated_sampling_is_our_target_s(stock, more):
     given = dict(amateur=amateur, head=head, alpha=0.5, gamma=3, max_new_tokens=NEW)
     found = model.generate(**batch, **FORMS["callable"], **given, do_sample=True, seed=5, **more)
     target = Target(alpha=0.5, **({"top_k": 50} | more))
-    expected = ours(model, amateur, head, "dcd_eagle3", target=target, seed=5)
+    expected = ours(model, amateur, {"head": head}, "dcd_eagle3", target=target, seed=5)
     assert answers(found, batch["input_ids"].shape[1]) == expected
 
 
@@ -198,17 +199,23 @@ def test_tokens_are_streamed(stock, capsys):
 
 def test_names_give_the_tokens_of_the_loaded_pair(world):
     """With logits that are padded beyond the tokenizer, whose padding no row may reach."""
-    names = [str(world / name) for name in ("expert", "amateur", "head")]
-    model = AutoModelForCausalLM.from_pretrained(names[0])
-    pair, head = load_models(*names, "float32", "cpu")
-    assert pair.expert.vocab == VOCAB < model.config.vocab_size
-    assert head.config.feature_layers == pair.expert.feature_layers
-    how = Settings(Target(alpha=0.5, temperature=0.0), NEW, (END,), gamma=3)
-    expected = [generation.ids for generation in decode(assemble("dcd_eagle3", pair, head), PROMPTS, how, 3)]
-    batch = padded()
-    for form in FORMS.values():
-        found = model.generate(**batch, **form, amateur=names[1], head=names[2], alpha=0.5, gamma=3, max_new_tokens=NEW)
-        assert answers(found, batch["input_ids"].shape[1]) == expected
+    model = AutoModelForCausalLM.from_pretrained(world / "expert")
+    given = {"amateur": world / "amateur", "alpha": 0.5, "gamma": 3, "max_new_tokens": NEW}
+    batch, how = padded(), Settings(Target(alpha=0.5, temperature=0.0), NEW, (END,), gamma=3)
+    for method, name in (("dcd_eagle3", "head"), ("cross_alpha", "dual_input"), ("dual", "head")):
+        pair, head = load_models(*(str(world / one) for one in ("expert", "amateur", name)), "float32", "cpu")
+        second = head_for(pair, str(world / "amateur_head"))
+        assert pair.expert.vocab == VOCAB < model.config.vocab_size
+        assert head.config.feature_layers == pair.expert.feature_layers
+        expected = [made.ids for made in decode(assemble(method, pair, head, amateur_head=second), PROMPTS, how, 3)]
+        heads = {"head": world / name, "amateur_head": world / "amateur_head", "method": method}
+        for form in FORMS.values():
+            found = model.generate(**batch, **form, **given, **heads)
+            assert answers(found, batch["input_ids"].shape[1]) == expected
+    with pytest.raises(
+        UserError, match="method dcd_eagle3 drafts with an EAGLE3 head, and --head is a dual-input head"
+    ):
+        model.generate(**batch, **FORMS["callable"], **given, head=world / "dual_input", method="dcd_eagle3")
 
 
 def test_a_named_model_is_read_again_when_it_changed(world, tmp_path):

@@ -27,12 +27,14 @@ def flags(world, output, *more):
 
 @pytest.mark.parametrize("shape", [[], ["--branch=2", "--nodes=5"]])
 def test_all_methods_are_lossless(world, tmp_path, capsys, shape):
-    everyone = [f"--lm={world / 'amateur'}", "--methods", *(name for name in METHODS if name not in ("ar", "cd"))]
+    able = {name: method for name, method in METHODS.items() if not method.reads_amateur}
+    more = [f"--lm={world / 'amateur'}", f"--amateur_head={world / 'amateur_head'}"]
+    everyone = [*more, "--methods", *(name for name in able if name not in ("ar", "cd"))]
     assert entry.main(flags(world, tmp_path / "out", *shape, *everyone)) == 0
     found = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert found["passed"]
     seen = {(check["found"], check["expected"], check["alpha"], check["temperature"]) for check in found["checks"]}
-    contrastive = [name for name, method in METHODS.items() if method.contrast and name != "cd"]
+    contrastive = [name for name, method in able.items() if method.contrast and name != "cd"]
     for alpha in (0.0, 0.1, 0.5):
         assert ("cd", "loop", alpha, 0.0) in seen
         for temperature in (0.0, 1.0):
@@ -46,6 +48,15 @@ def test_all_methods_are_lossless(world, tmp_path, capsys, shape):
     with pytest.raises(UserError, match="give --lm"):
         entry.main(flags(world, tmp_path / "none", "--methods", "dcd_lm"))
     assert not (tmp_path / "none").exists()
+
+
+def test_a_head_that_reads_both_models_is_lossless(world, tmp_path):
+    own = [f"--head={world / 'dual_input'}", "--methods", "cross_alpha", "--alphas", "0.5"]
+    assert entry.main(flags(world, tmp_path / "out", *own)) == 0
+    checks = json.loads((tmp_path / "out" / "metrics.json").read_text())["checks"]
+    assert {check["temperature"] for check in checks if check["found"] == "cross_alpha"} == {0.0, 1.0}
+    with pytest.raises(UserError, match="method dual drafts with an EAGLE3 head, and --head is a dual-input head"):
+        entry.main(flags(world, tmp_path / "none", own[0], "--methods", "dual"))
 
 
 def test_a_fault_is_seen_and_the_exit_code_is_1(world, tmp_path, monkeypatch, capsys):

@@ -1,15 +1,17 @@
-"""Replay gives the rounds that decoding makes, without a pass of expert or amateur."""
+"""Replay gives the rounds that decoding makes, without a pass of expert or amateur, for every kind of head."""
 
 import pytest
 import torch
-from naive import some_prompts, tiny_head
+from naive import amateur_head, dual_input_head, some_prompts, tiny_head
 from tiny import KINDS, tiny_causal_lm, tiny_tokenizer
 
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
+from dcd_core.drafters.dual import HeadPair
+from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair
-from dcd_core.replay import Rollout, matching_drafts, replay, walk_rounds
+from dcd_core.replay import Drafting, Rollout, matching_drafts, replay, teacher_forced, walk_rounds
 
 REAL = 5
 """So few real ids that an untrained head often guesses the next one; all others are padding."""
@@ -26,15 +28,15 @@ class Without03:
 
 @pytest.fixture(scope="module")
 def pairs():
-    def model(kind, seed, layers):
-        return LanguageModel(tiny_causal_lm(kind, seed, layers, torch.float64), vocab=REAL)
+    def model(kind, seed, layers, taps=None):
+        return LanguageModel(tiny_causal_lm(kind, seed, layers, torch.float64), REAL, taps)
 
-    return {kind: Pair(model(kind, 0, 8), model(kind, 100, 3), tiny_tokenizer()) for kind in KINDS}
+    return {kind: Pair(model(kind, 0, 8), model(kind, 100, 4, (1, 2, 3)), tiny_tokenizer()) for kind in KINDS}
 
 
-def lively_head(pair: Pair, vocabulary=None):
+def lively_head(pair: Pair, vocabulary=None, make=tiny_head, seed: int = 2):
     """A head with large random weights: its drafts vary with the text."""
-    head = tiny_head(pair, seed=2, vocabulary=vocabulary)
+    head = make(pair, seed=seed, vocabulary=vocabulary)
     with torch.no_grad():
         for name, weight in head.named_parameters():
             if name.endswith("proj.weight") or name == "fc.weight":
@@ -42,9 +44,23 @@ def lively_head(pair: Pair, vocabulary=None):
     return head
 
 
-def rollout_of(pair: Pair, prompt: Prompt, answer: list[int]) -> Rollout:
+def lively_drafting(kind: str, pair: Pair, vocabulary, alpha: float) -> tuple[Drafting, dict]:
+    """What drafts in a replay, and the method with the heads that draft so in the loop."""
+    if kind == "dual_input":
+        head = lively_head(pair, vocabulary, dual_input_head)
+        return head, {"name": "cross_alpha", "head": head}
+    head = lively_head(pair, vocabulary)
+    if kind == "eagle3":
+        return head, {"name": "dcd_eagle3", "head": head}
+    second = lively_head(pair, None, amateur_head, seed=9)
+    return HeadPair(head, second, alpha), {"name": "dual", "head": head, "amateur_head": second}
+
+
+def rollout_of(pair: Pair, prompt: Prompt, answer: list[int], drafting: Drafting | None = None) -> Rollout:
     ids = torch.tensor(prompt.ids + answer)
-    return Rollout(ids, len(prompt.ids), pair.expert.forward_full(ids[None], features=True).features[0])
+    models = [pair.expert, pair.amateur] if isinstance(drafting, DualInputHead) else [pair.expert]
+    features = [model.forward_full(ids[None], features=True).features[0] for model in models]
+    return Rollout(ids, len(prompt.ids), torch.cat(features, dim=-1))
 
 
 def rounds_of(generation) -> list[tuple[int, int, int]]:
@@ -53,22 +69,46 @@ def rounds_of(generation) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("drafts", ["eagle3", "dual_input", "pair"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_replay_equals_decoding_round_by_round(pairs, kind, reduced, alpha):
+def test_replay_equals_decoding_round_by_round(pairs, kind, drafts, reduced, alpha):
     pair = pairs[kind]
-    head = lively_head(pair, vocabulary=Without03(pair.expert.config.vocab_size) if reduced else None)
-    accepted = set()
+    vocabulary = Without03(pair.expert.config.vocab_size) if reduced else None
+    drafting, parts = lively_drafting(drafts, pair, vocabulary, alpha)
+    assert isinstance(drafting, Drafting)
+    method, accepted = assemble(pair=pair, **parts), set()
     for length, gamma, stop in ((22, 4, ()), (23, 3, (3,)), (17, 1, (1, 2)), (1, 3, ()), (2, 3, ())):
         settings = Settings(Target(alpha=alpha, temperature=0.0), max_new_tokens=length, gamma=gamma, stop_ids=stop)
-        for prompt, generation in zip(
-            PROMPTS, decode(assemble("dcd_eagle3", pair, head), PROMPTS, settings, max_batch=4), strict=True
-        ):
-            rollout = rollout_of(pair, prompt, generation.ids)
-            found = replay(head, pair.expert.embedding, rollout, gamma, vocab=REAL)
+        for prompt, generation in zip(PROMPTS, decode(method, PROMPTS, settings, max_batch=4), strict=True):
+            rollout = rollout_of(pair, prompt, generation.ids, drafting)
+            found = replay(drafting, pair.expert.embedding, rollout, gamma, vocab=REAL)
             assert found == rounds_of(generation)
             assert sum(emitted for _, _, emitted in found) == len(generation.ids) - 1
             accepted |= {count for _, count, _ in found}
     assert len(accepted) > 2, "rounds of several lengths"
+
+
+@pytest.mark.parametrize("drafts", ["eagle3", "dual_input", "pair"])
+def test_a_teacher_forced_draft_is_the_decoder_s_after_the_same_text(pairs, drafts):
+    """Step i of root k: the decoding step, fed the true features up to the root and true tokens afterwards."""
+    pair = pairs["llama3"]
+    drafting, _ = lively_drafting(drafts, pair, None, 0.5)
+    rollout = rollout_of(pair, PROMPTS[2], [0, 1, 2, 3, 4, 0, 1], drafting)
+    found = torch.stack(list(teacher_forced(drafting, pair.expert.embedding, rollout, 3, vocab=REAL)))
+    assert found.shape == (3, 6, REAL)
+    ids, embedding = rollout.ids, pair.expert.embedding
+    with torch.no_grad():
+        for root, place in enumerate(rollout.roots.tolist()):
+            cache = drafting.new_cache(1, len(ids) + 3)
+            hidden = drafting.fuse(rollout.features[None, :place])
+            state = drafting.step(embedding(ids[None, 1 : place + 1]), hidden, cache)[:, -1:]
+            cache.commit([place])
+            for step in range(min(3, len(ids) - 1 - place)):
+                if step:
+                    state = drafting.step(embedding(ids[None, place + step, None]), state, cache)
+                    cache.commit([1])
+                logits = drafting.logits(state)[0, 0, :REAL]
+                assert torch.allclose(found[step, root], logits, atol=1e-10, rtol=0)
 
 
 def test_padded_ids_are_left_out_only_when_asked(pairs):
