@@ -20,7 +20,7 @@ from dcd_core.draft import Draft
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.errors import UserError
 from dcd_core.rounds import Clock, PassInputs, along_path, commit_draft, joined_features, target_rows
-from dcd_core.sampling import row_key
+from dcd_core.sampling import ACCEPT, FINAL, row_key
 from dcd_core.verify import Uniforms, Verdict, verify
 
 
@@ -123,8 +123,10 @@ class Batch:
             return None
         if draft.rule == "shared_noise":
             return Uniforms(gumbel=noise.gumbel(judged.shape[-1]))
+        if draft.linear:
+            return Uniforms(noise.coins(ACCEPT)[..., None], noise.coins(FINAL))
         # one coin per sibling; how many siblings a tree has at most is known without looking at device data
-        return Uniforms.keyed(noise.keys, noise.positions, siblings=1 if draft.linear else draft.nodes)
+        return Uniforms.keyed(noise.keys, noise.positions, siblings=draft.nodes)
 
     def round(self) -> list[tuple[Generation, list[int]]]:
         """Draft, score, verify, keep: at least one token for every row."""

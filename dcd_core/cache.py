@@ -40,13 +40,17 @@ class Step:
 class SlotLayer(CacheLayerMixin):
     """One layer of :class:`KVCache`, in the interface that transformers' models call."""
 
-    def __init__(self, owner: KVCache, keys: Float[Tensor, "batch heads capacity dim"], values: Tensor):
+    def __init__(self, owner: KVCache, store: Float[Tensor, "two batch heads capacity dim"]):
         super().__init__()
         self.owner = owner
-        self.keys = keys
-        self.values = values
+        self.hold(store)
         self.is_initialized = True
-        self.device = keys.device
+        self.device = store.device
+
+    def hold(self, store: Float[Tensor, "two batch heads capacity dim"]) -> None:
+        """Keep keys and values in this one buffer, so that what moves moves at once."""
+        self.store = store
+        self.keys, self.values = store[0], store[1]
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Nothing is lazy here: the buffers exist from the start."""
@@ -95,14 +99,9 @@ class KVCache(Cache):
     def __init__(
         self, layers: int, kv_heads: int, head_dim: int, batch: int, capacity: int, dtype: torch.dtype, device
     ):
-        shape = (batch, kv_heads, capacity, head_dim)
+        shape = (2, batch, kv_heads, capacity, head_dim)
         super().__init__(
-            layers=[
-                SlotLayer(
-                    self, torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-                )
-                for _ in range(layers)
-            ]
+            layers=[SlotLayer(self, torch.zeros(shape, dtype=dtype, device=device)) for _ in range(layers)]
         )
         self.capacity = capacity
         self.device = torch.device(device)
@@ -153,31 +152,41 @@ class KVCache(Cache):
                 f"the cache holds {self.capacity} tokens a row, but a row of {longest} tokens was given {width} more; "
                 "shorten the prompt or lower max_new_tokens"
             )
-        uniform = min(self.lengths) == longest
-        extent = longest + width
-        offsets = torch.tensor(self.lengths, device=self.device)[:, None]
         columns = torch.arange(width, device=self.device)
         open_slots = 0 if tree_mask is None else tree_mask.shape[2] - width
         if not 0 <= open_slots <= min(self.lengths):
             raise ValueError(f"a tree mask of {open_slots + width} columns does not fit {width} new tokens")
-        # relative[b, k] = index of slot k among the slots that the mask decides on; negative for those all may see
-        relative = torch.arange(extent, device=self.device)[None, :] - (offsets - open_slots)
-        if tree_mask is None:
-            mask = relative[:, None, :] <= columns[None, :, None]
+        if min(self.lengths) == longest:
+            start, slots = longest, (columns + longest).expand(self.batch, -1)
+            mask, base = self._level_mask(slots, longest - open_slots, tree_mask), longest - open_slots
         else:
-            last = open_slots + width - 1
-            among_new = tree_mask.gather(2, relative.clamp(0, last)[:, None, :].expand(-1, width, -1))
-            inside = ((relative >= 0) & (relative <= last))[:, None, :]
-            mask = (relative < 0)[:, None, :] | (inside & among_new)
-        slots = offsets + columns
-        self._step = Step(
-            positions=slots if depths is None else offsets - open_slots + depths,
-            mask=mask[:, None],
-            slots=slots,
-            start=longest if uniform else None,
-            extent=extent,
-        )
+            offsets = torch.tensor(self.lengths, device=self.device)[:, None]
+            start, slots = None, offsets + columns
+            mask, base = self._ragged_mask(columns, offsets - open_slots, open_slots, tree_mask), offsets - open_slots
+        self._step = Step(slots if depths is None else base + depths, mask[:, None], slots, start, longest + width)
         return self._step
+
+    def _level_mask(self, slots: Tensor, before: int, tree_mask: Tensor | None) -> Bool[Tensor, "batch width extent"]:
+        """Rows of one length: the slots ``before`` what the tree mask decides on, which all may see, then that mask."""
+        if tree_mask is None:
+            return (torch.arange(before + slots.shape[1], device=self.device) <= slots[0, :, None]).expand(
+                self.batch, -1, -1
+            )
+        return torch.cat([tree_mask.new_ones(*tree_mask.shape[:2], before), tree_mask], dim=2)
+
+    def _ragged_mask(
+        self, columns: Tensor, before: Tensor, open_slots: int, tree_mask: Tensor | None
+    ) -> Bool[Tensor, "batch width extent"]:
+        """The same for rows of different lengths; ``before`` has one for each."""
+        width = columns.shape[0]
+        # relative[b, k] = index of slot k among the slots that the mask decides on; negative for those all may see
+        relative = torch.arange(max(self.lengths) + width, device=self.device)[None, :] - before
+        if tree_mask is None:
+            return relative[:, None, :] <= columns[None, :, None]
+        last = open_slots + width - 1
+        among_new = tree_mask.gather(2, relative.clamp(0, last)[:, None, :].expand(-1, width, -1))
+        inside = ((relative >= 0) & (relative <= last))[:, None, :]
+        return (relative < 0)[:, None, :] | (inside & among_new)
 
     def commit(self, counts: list[int]) -> None:
         """Keep the first ``counts[b]`` new tokens of row ``b``; the others are rolled back."""
@@ -188,14 +197,17 @@ class KVCache(Cache):
         self._step = None
 
     def commit_path(self, path: Int[Tensor, "batch depth"], counts: list[int]) -> None:
-        """Keep one path of a tree: new tokens ``path[b, : counts[b]]`` move to the row's next slots, in that order."""
+        """Keep one path of a tree: new tokens ``path[b, : counts[b]]`` move to the row's next slots, in that order.
+
+        A path begins with the root, the pass's first token: ``path[b, 0]`` is 0.
+        """
         step = self.current_step()
-        depth = min(path.shape[1], step.slots.shape[1])
-        source = step.slots.gather(1, path[:, :depth].to(self.device))
-        target = step.slots[:, :depth]
-        for layer in self.layers:
-            layer.keys[self.row_index, :, target] = layer.keys[self.row_index, :, source]
-            layer.values[self.row_index, :, target] = layer.values[self.row_index, :, source]
+        depth = min(path.shape[1], step.slots.shape[1], max(counts, default=0))
+        if depth > 1:  # a path of one token is the root, which stands where it belongs
+            source = step.slots.gather(1, path[:, :depth].to(self.device))[:, 1:]
+            target = step.slots[:, 1:depth]
+            for layer in self.layers:
+                layer.store[:, self.row_index, :, target] = layer.store[:, self.row_index, :, source]
         self.commit(counts)
 
     def rollback(self, lengths: list[int]) -> None:
@@ -209,8 +221,7 @@ class KVCache(Cache):
         """Keep these rows, in this order; the others leave the batch."""
         index = torch.tensor(rows, device=self.device)
         for layer in self.layers:
-            layer.keys = layer.keys.index_select(0, index)
-            layer.values = layer.values.index_select(0, index)
+            layer.hold(layer.store.index_select(1, index))
         self.lengths = [self.lengths[row] for row in rows]
         self._index_rows()
         self._step = None
@@ -220,8 +231,7 @@ class KVCache(Cache):
         if other.capacity != self.capacity:
             raise ValueError(f"cannot join caches of {self.capacity} and {other.capacity} slots a row")
         for layer, entering in zip(self.layers, other.layers, strict=True):
-            layer.keys = torch.cat([layer.keys, entering.keys])
-            layer.values = torch.cat([layer.values, entering.values])
+            layer.hold(torch.cat([layer.store, entering.store], dim=1))
         self.lengths = self.lengths + other.lengths
         self._index_rows()
         self._step = None

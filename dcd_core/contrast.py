@@ -226,10 +226,15 @@ def scores(logits: list[Float[Tensor, "*batch vocab"]], target: Target) -> Float
     weights = target.model_weights(len(logits))
     expert = logits[0]
     allowed = plausible(expert, target.cutoff) if target.cutoff else None
-    combined = expert if weights[0] == 1.0 else expert * weights[0]
+    combined = None  # one new buffer, worked on in place: over a whole vocabulary every further one costs time
     for row, weight in zip(logits[1:], weights[1:], strict=True):
         if weight:
-            combined = torch.add(combined, floored(row, allowed) if weight < 0 else row, alpha=weight)
+            row = floored(row, allowed).mul_(weight) if weight < 0 else row * weight
+            combined = row if combined is None else combined.add_(row)
+    if combined is None:
+        combined = expert if weights[0] == 1.0 else expert * weights[0]
+    else:
+        combined.add_(expert, alpha=weights[0])
     return combined if allowed is None else combined.masked_fill(~allowed, -math.inf)
 
 

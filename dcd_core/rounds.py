@@ -14,6 +14,7 @@ from dcd_core.cache import KVCache
 from dcd_core.contrast import Target, scores, target_log_probs
 from dcd_core.draft import Draft
 from dcd_core.models import LanguageModel, Output
+from dcd_core.sampling import largest
 from dcd_core.verify import Verdict
 
 
@@ -42,12 +43,24 @@ def target_rows(
 ) -> tuple[Float[Tensor, "batch rows vocab"] | Int[Tensor, "batch rows"], Bool[Tensor, " batch"]]:
     """What the verifier judges by (choices at T = 0, else log-probabilities), and which rows of the batch hold NaN or
     +inf."""
+    judged, peak = judged_rows(rows, target)
+    return judged, not_finite(peak)
+
+
+def judged_rows(
+    rows: list[Float[Tensor, "batch rows vocab"]], target: Target
+) -> tuple[Float[Tensor, "batch rows vocab"] | Int[Tensor, "batch rows"], Float[Tensor, "batch rows"]]:
+    """What the verifier judges by, and the largest score (log-probability) of each row."""
     if target.temperature == 0:
-        peak, judged = scores(rows, target).max(-1)
-    else:
-        judged = target_log_probs(rows, target)
-        peak = judged.amax(-1)
-    return judged, (~peak.isfinite()).any(-1)
+        peak, judged = largest(scores(rows, target))
+        return judged, peak
+    judged = target_log_probs(rows, target)
+    return judged, judged.amax(-1)
+
+
+def not_finite(peak: Float[Tensor, "batch rows"]) -> Bool[Tensor, " batch"]:
+    """Which rows of the batch hold NaN or +inf, from each row's largest score."""
+    return (~peak.isfinite()).any(-1)
 
 
 def commit_draft(cache: KVCache, draft: Draft, verdict: Verdict, counts: list[int]) -> None:

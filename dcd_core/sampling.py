@@ -39,16 +39,19 @@ def row_key(seed: int, prompt_id: str, sample: int) -> int:
 
 
 def uniforms(
-    keys: Int[Tensor, " batch"], positions: Int[Tensor, "batch count"], stream: int, width: int = 1
-) -> Float[Tensor, "batch count width"]:
+    keys: Int[Tensor, " batch"], positions: Int[Tensor, "batch count"], streams: int | tuple[int, ...], width: int = 1
+) -> Float[Tensor, "*streams batch count width"]:
     """Uniform numbers in (0, 1), fp64, for output positions of each row.
 
     Args:
         keys: from :func:`row_key`.
         positions: output position of each number; ``width`` numbers are given per position.
+        streams: one stream, or several, whose numbers then stand along a first axis.
     """
+    if isinstance(streams, tuple):
+        streams = torch.tensor(streams, device=keys.device)[:, None, None]
     index = torch.arange(width, device=keys.device, dtype=torch.int64)
-    state = _mix(keys[:, None] + (positions * 8 + stream + 1) * _GOLDEN)
+    state = _mix(keys[:, None] + (positions * 8 + streams + 1) * _GOLDEN)
     bits = _mix(state[..., None] + (index + 1) * _GOLDEN)
     # 52 bits and a half are exact in fp64; with 53 the largest would round to 1
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
@@ -67,17 +70,20 @@ def gumbel(
     return noise.neg_().log1p_().neg_().log_().neg_()
 
 
-_CHUNK = 256
+_CHUNK, _SHORT = 256, 2**14
 
 
 def inverse_cdf(weights: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
     """The id where the running sum of (un-normalised, non-negative) weights passes ``uniform`` of the total.
 
-    Found in two steps, first among sums of 256 ids and then inside one of them: a running sum over the whole vocabulary
-    costs more than a small model's output layer. Running sums are fp64: over 100k ids in fp32 they are off by more than
-    a rare id's probability.
+    Over many ids in two steps, first among sums of 256 ids and then inside one of them: a running sum over the whole
+    vocabulary costs more than a small model's output layer. Running sums are fp64: over 100k ids in fp32 they are off
+    by more than a rare id's probability.
     """
     batch, vocab = weights.shape
+    if vocab <= _SHORT:
+        running = weights.cumsum(-1, dtype=torch.float64)
+        return _first_above(running, uniform.double()[:, None] * running[:, -1:])[:, 0]
     chunks = -(-vocab // _CHUNK)
     if chunks * _CHUNK != vocab:
         weights = torch.nn.functional.pad(weights, (0, chunks * _CHUNK - vocab))
@@ -86,12 +92,26 @@ def inverse_cdf(weights: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " 
     wanted = uniform.to(running.dtype)[:, None] * running[:, -1:]
     chunk = _first_above(running, wanted)
     before = torch.where(chunk > 0, running.gather(1, (chunk - 1).clamp_min(0)), 0.0)
-    inside = weights.gather(1, chunk[..., None].expand(-1, 1, _CHUNK))[:, 0].double().cumsum(-1)
+    inside = weights.gather(1, chunk[..., None].expand(-1, 1, _CHUNK))[:, 0].cumsum(-1, dtype=torch.float64)
     return (chunk * _CHUNK + _first_above(inside, wanted - before))[:, 0]
+
+
+def largest(values: Float[Tensor, "*batch vocab"]) -> tuple[Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
+    """The largest entry of each row and the lowest id that has it.
+
+    By chunks of 256 ids, as a plain maximum with its index takes several times as long on a CPU. NaN stays NaN.
+    """
+    vocab = values.shape[-1]
+    if vocab % _CHUNK:
+        values = torch.nn.functional.pad(values, (0, -vocab % _CHUNK), value=-torch.inf)
+    chunks = values.unflatten(-1, (-1, _CHUNK))
+    peaks, chunk = chunks.amax(-1).max(-1)
+    inside = chunks.gather(-2, chunk[..., None, None].expand(*chunk.shape, 1, _CHUNK))[..., 0, :].argmax(-1)
+    return peaks, chunk * _CHUNK + inside
 
 
 def _first_above(running: Float[Tensor, "batch count"], wanted: Float[Tensor, "batch 1"]) -> Int[Tensor, "batch 1"]:
     """Index of the first running sum above ``wanted``; rounding may ask for one past the last step of the sum, so the
     index never passes the place where the total is reached."""
-    total_reached = (running < running[:, -1:]).sum(-1, keepdim=True)
+    total_reached = torch.searchsorted(running, running[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(running, wanted, right=True), total_reached)

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dcd_core.draft import Draft
-from dcd_core.sampling import ACCEPT, FINAL, gumbel, inverse_cdf, uniforms
+from dcd_core.sampling import ACCEPT, FINAL, gumbel, inverse_cdf, largest, uniforms
 
 
 @dataclass
@@ -47,10 +47,8 @@ class Uniforms:
         """
         if vocab is not None:
             return cls(gumbel=gumbel(keys, positions, vocab))
-        accept, final = streams
-        return cls(
-            accept=uniforms(keys, positions, accept, siblings), final=uniforms(keys, positions, final).squeeze(-1)
-        )
+        accept, final = uniforms(keys, positions, streams, siblings)
+        return cls(accept, final[..., 0])
 
 
 @dataclass
@@ -92,13 +90,12 @@ def verify(
             raise ValueError("at temperature 0 drafts must be deterministic, not sampled")
         return _walk_choices(target, draft)
     if draft.rule == "shared_noise":
-        return _walk_choices(shared_noise_scores(target, draft, noise.gumbel).argmax(-1), draft)
+        return _walk_choices(largest(shared_noise_scores(target, draft, noise.gumbel))[1], draft)
     if not draft.linear and noise.accept.shape[2] < draft.nodes:
         raise ValueError(f"a tree of {draft.nodes} nodes needs as many coins a depth, got {noise.accept.shape[2]}")
     if draft.rule == "deterministic":
         return _walk_points(target, draft, noise)
-    walk = _walk_sampled_chain if draft.linear else _walk_sampled_tree
-    return walk(target, draft, noise)
+    return _walk_chain(target, draft, noise) if draft.linear else _walk_sampled_tree(target, draft, noise)
 
 
 def shared_noise_scores(
@@ -148,74 +145,80 @@ def _walk_choices(choices: Int[Tensor, "batch rows"], draft: Draft) -> Verdict:
     no child equals."""
     if choices.shape[1] == draft.nodes:
         choices = torch.nn.functional.pad(choices, (0, 1), value=-1)
-    path, choice = _Path(draft), choices[:, 0]
-    for node in range(draft.nodes):
-        token = draft.tokens[:, node]
-        took = draft.valid[:, node] & (draft.parents[:, node] == path.node) & (token == choice)
-        path.advance(took, node, token)
-        choice = torch.where(took, choices[:, node + 1], choice)
-    return path.finish(choice)
+    if draft.linear:
+        accepted = _run(draft.valid & (draft.tokens == choices[:, :-1]))
+        return _verdict(draft, accepted, None, choices.gather(1, accepted[:, None])[:, 0])
+    _, repeated = _siblings(draft)
+    chosen = draft.valid & ~repeated & (draft.tokens == choices.gather(1, draft.parents + 1))
+    accepted, path = _path_through(draft, chosen)
+    return _verdict(draft, accepted, path, choices.gather(1, path.gather(1, accepted[:, None]))[:, 0])
 
 
 def _walk_points(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: Uniforms) -> Verdict:
     """Deterministic drafts: a rejected child is a point mass taken out of the target, so numbers are enough on the way
-    and one row of the vocabulary at the end."""
-    path = _Path(draft)
+    and one row of the vocabulary at the end. Each child's coin is thrown whether it is visited or not; only those on
+    the way count."""
+    if draft.linear:
+        return _walk_chain(target, draft, noise)
     probability = _at_nodes(target, draft).exp()
+    earlier, repeated = _siblings(draft)
     # a second child with the same token finds nothing left of it
-    same = (draft.parents[:, :, None] == draft.parents[:, None]) & (draft.tokens[:, :, None] == draft.tokens[:, None])
-    repeated = (same & draft.valid[:, None]).tril(-1).any(-1)
     probability = probability.masked_fill(repeated, 0.0)
-    left = torch.ones_like(target[:, 0, 0])
-    refused = torch.zeros_like(draft.valid)
-    for node in range(draft.nodes):
-        visited = draft.valid[:, node] & (draft.parents[:, node] == path.node)
-        took = visited & (_coin(noise, path) * left < probability[:, node])
-        left = torch.where(visited, left - probability[:, node], left).clamp_min(0).masked_fill(took, 1.0)
-        refused[:, node] = visited & ~took
-        path.advance(took, node, draft.tokens[:, node])
-        path.sibling = path.sibling + refused[:, node]
-    row = _row_of(target, path)
-    # ids that were refused at the end of the path leave the row; the others' writes go to a column beyond it
-    outside = torch.where(refused & (draft.parents == path.node[:, None]), draft.tokens, row.shape[1])
-    remaining = torch.nn.functional.pad(row, (0, 1)).scatter(1, outside, 0.0)[:, :-1]
-    return _draw(path, target, row, remaining, draft, noise)
+    left = (1.0 - (earlier * probability[:, None]).sum(-1)).clamp_min(0)
+    depths, coins = noise.accept.shape[1:]
+    place = (draft.depths() - 1).clamp_max(depths - 1) * coins + earlier.sum(-1).clamp_max(coins - 1)
+    passed = draft.valid & (noise.accept.flatten(1).gather(1, place) * left < probability)
+    took = passed & ~(earlier & passed[:, None]).any(-1)
+    accepted, path = _path_through(draft, took)
+    last = path.gather(1, accepted[:, None])
+    batch = torch.arange(target.shape[0], device=target.device)
+    row = target[batch, last[:, 0].clamp_max(target.shape[1] - 1)].exp()
+    # ids that were refused at the end of the path leave the row
+    refused = draft.valid & (draft.parents + 1 == last)
+    left = row.scatter_reduce(1, draft.tokens, row.gather(1, draft.tokens).masked_fill(refused, 0.0), "amin")
+    final = _draw(accepted, _residual(left, refused.any(1), row), noise)
+    if target.shape[1] == draft.nodes:
+        final = torch.where(last[:, 0] == draft.nodes, -1, final)
+    return _verdict(draft, accepted, path, final)
 
 
-def _walk_sampled_chain(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: Uniforms) -> Verdict:
-    """A sampled chain: no node has a sibling, so the residual is only needed at the end. The result is that of
-    :func:`_walk_sampled_tree`, from one row of the vocabulary instead of one a node."""
-    path = _Path(draft)
-    probability = _at_nodes(target, draft).exp()
-    proposal = draft.probs.gather(2, draft.tokens[..., None]).squeeze(-1)
-    refused = torch.zeros_like(draft.valid)
-    for node in range(draft.nodes):
-        visited = draft.valid[:, node] & (path.node == node - 1)
-        took = visited & (_coin(noise, path) * proposal[:, node] < probability[:, node])
-        refused[:, node] = visited & ~took
-        path.advance(took, node, draft.tokens[:, node])
-        path.sibling = path.sibling + refused[:, node]
-    row = _row_of(target, path)
-    index = path.accepted.clamp_max(max(draft.nodes - 1, 0))[:, None, None].expand(-1, 1, row.shape[1])
+def _walk_chain(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: Uniforms) -> Verdict:
+    """A chain, sampled or deterministic: no node has a sibling, so every node's coin can be thrown at once, and the
+    residual is only needed where the path ends."""
+    nodes, batch = draft.nodes, torch.arange(target.shape[0], device=target.device)
+    accepted = torch.zeros_like(draft.tokens[:, :0]).sum(1)
+    if nodes:
+        tokens = draft.tokens[..., None]
+        coins = noise.accept[:, :nodes, 0]
+        if draft.probs is not None:
+            coins = coins * draft.chances()
+        accepted = _run(draft.valid & (coins < target[:, :nodes].gather(2, tokens)[..., 0].exp()))
+    row = target[batch, accepted.clamp_max(target.shape[1] - 1)].exp()
     remaining = row
-    if draft.nodes:
-        proposed = draft.probs.gather(1, index)[:, 0]
-        remaining = torch.where(refused.any(1, keepdim=True), (row - proposed).clamp_min(0), row)
-    return _draw(path, target, row, remaining, draft, noise)
+    if nodes:
+        place = batch, accepted.clamp_max(nodes - 1)
+        if draft.probs is None:
+            left = row.scatter(1, draft.tokens[place][:, None], 0.0)
+        else:
+            left = draft.subtracted(row, draft.probs[place]).clamp_min_(0)
+        remaining = _residual(left, (accepted < nodes) & draft.valid[place], row)
+    final = _draw(accepted, remaining, noise)
+    if target.shape[1] == nodes:
+        final = torch.where(accepted == nodes, -1, final)
+    return _verdict(draft, accepted, None, final)
 
 
 def _walk_sampled_tree(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: Uniforms) -> Verdict:
     """Children sampled without replacement, in sampling order; ``current`` is what remains of the target at the row's
     place in the tree."""
     missing_last = target.shape[1] == draft.nodes
-    path, current = _Path(draft), target[:, 0].exp()
+    path, current, chances = _Path(draft), target[:, 0].exp(), draft.chances()
     for node in range(draft.nodes):
-        token, proposal = draft.tokens[:, node], draft.probs[:, node]
+        token = draft.tokens[:, node]
         visited = draft.valid[:, node] & (draft.parents[:, node] == path.node)
-        probability, proposed = (row.gather(1, token[:, None])[:, 0] for row in (current, proposal))
-        took = visited & (_coin(noise, path) * proposed < probability)
+        took = visited & (_coin(noise, path) * chances[:, node] < current.gather(1, token[:, None])[:, 0])
         refused = visited & ~took
-        left = (current - proposal).clamp_min_(0)
+        left = draft.subtracted(current, draft.probs[:, node]).clamp_min_(0)
         mass = left.sum(-1, keepdim=True)
         # nothing left by rounding: target and proposal agree, and a rejection has probability 0; draw from the target
         left = torch.where(mass > 0, left / mass, current)
@@ -223,7 +226,10 @@ def _walk_sampled_tree(target: Float[Tensor, "batch rows vocab"], draft: Draft, 
         current = torch.where(took[:, None], after, torch.where(refused[:, None], left, current))
         path.advance(took, node, token)
         path.sibling = path.sibling + refused
-    return _draw(path, target, current, current, draft, noise)
+    final = _draw(path.accepted, current, noise)
+    if missing_last:
+        final = torch.where(path.node == draft.nodes - 1, -1, final)
+    return path.finish(final)
 
 
 def _at_nodes(target: Float[Tensor, "batch rows vocab"], draft: Draft) -> Float[Tensor, "batch nodes"]:
@@ -240,17 +246,55 @@ def _coin(noise: Uniforms, path: _Path) -> Float[Tensor, " batch"]:
     return noise.accept.flatten(1).gather(1, index[:, None])[:, 0]
 
 
-def _row_of(target: Float[Tensor, "batch rows vocab"], path: _Path) -> Float[Tensor, "batch vocab"]:
-    """Probabilities after the last accepted node; where that row is missing, any (the final token is then -1)."""
-    index = (path.node + 1).clamp_max(target.shape[1] - 1)[:, None, None]
-    return target.gather(1, index.expand(-1, 1, target.shape[2]))[:, 0].exp()
+def _residual(
+    left: Float[Tensor, "batch vocab"], refused: Bool[Tensor, " batch"], row: Float[Tensor, "batch vocab"]
+) -> Float[Tensor, "batch vocab"]:
+    """What the last token is drawn from: what a refusal leaves of the row, and the row itself where nothing was refused
+    or rounding leaves nothing (target and proposal agree, and a refusal has probability 0)."""
+    return torch.where((refused & (left.sum(-1) > 0))[:, None], left, row)
 
 
-def _draw(path: _Path, target: Tensor, row: Tensor, remaining: Tensor, draft: Draft, noise: Uniforms) -> Verdict:
-    """End the round with a draw from what remains of a row, or from the row itself where rounding leaves nothing."""
-    remaining = torch.where(remaining.sum(-1, keepdim=True) > 0, remaining, row)
-    place = path.accepted.clamp_max(noise.final.shape[1] - 1)[:, None]
-    final = inverse_cdf(remaining, noise.final.gather(1, place)[:, 0])
-    if target.shape[1] == draft.nodes:
-        final = torch.where(path.node == draft.nodes - 1, -1, final)
-    return path.finish(final)
+def _draw(
+    accepted: Int[Tensor, " batch"], remaining: Float[Tensor, "batch vocab"], noise: Uniforms
+) -> Int[Tensor, " batch"]:
+    """The round's last token."""
+    return inverse_cdf(remaining, noise.final.gather(1, accepted.clamp_max(noise.final.shape[1] - 1)[:, None])[:, 0])
+
+
+# ---- what was accepted -----------------------------------------------------------------------------------------------
+
+
+def _run(passed: Bool[Tensor, "batch nodes"]) -> Int[Tensor, " batch"]:
+    """How many nodes of a chain pass before the first that does not."""
+    return passed.long().cumprod(1).sum(1)
+
+
+def _verdict(draft: Draft, accepted: Tensor, path: Tensor | None, final: Tensor) -> Verdict:
+    """The tokens along the path after the root, then the final one, then -1; a chain's path needs no telling."""
+    if path is None:
+        path = torch.arange(draft.nodes + 1, device=accepted.device)[None]
+        path = torch.where(path <= accepted[:, None], path, 0)
+    following = torch.nn.functional.pad(path[:, 1:], (0, 1))
+    tokens = torch.nn.functional.pad(draft.tokens, (1, 0)).gather(1, following)
+    columns = torch.arange(path.shape[1], device=path.device)[None]
+    tokens = torch.where(columns < accepted[:, None], tokens, -1)
+    return Verdict(accepted, tokens.scatter(1, accepted[:, None], final[:, None]), path)
+
+
+def _siblings(draft: Draft) -> tuple[Bool[Tensor, "batch nodes nodes"], Bool[Tensor, "batch nodes"]]:
+    """For every node its earlier valid siblings, and whether one of them is the same token."""
+    same_parent = draft.parents[:, :, None] == draft.parents[:, None]
+    earlier = (same_parent & draft.valid[:, None]).tril(-1)
+    return earlier, (earlier & (draft.tokens[:, :, None] == draft.tokens[:, None])).any(-1)
+
+
+def _path_through(
+    draft: Draft, passed: Bool[Tensor, "batch nodes"]
+) -> tuple[Int[Tensor, " batch"], Int[Tensor, "batch width"]]:
+    """Length and columns of the path of which every node passed; at most one child of a node passes."""
+    failed = torch.nn.functional.pad(~passed, (1, 0))
+    reached = ~(draft.ancestor_mask() & failed[:, None]).any(-1)
+    columns = torch.arange(reached.shape[1], device=reached.device)
+    # parents stand before their children, so the path is its columns in ascending order
+    ordered = torch.where(reached, columns, reached.shape[1]).sort(dim=1).values
+    return reached.sum(1) - 1, torch.where(ordered < reached.shape[1], ordered, 0)

@@ -68,7 +68,7 @@ def repeat(draft: Draft, copies: int) -> Draft:
     """All rows again, ``copies`` times."""
     tokens, parents, valid = (table.repeat(copies, 1) for table in (draft.tokens, draft.parents, draft.valid))
     probs = None if draft.probs is None else draft.probs.repeat(copies, 1, 1)
-    return Draft(tokens, parents, valid, draft.rule, probs, linear=draft.linear)
+    return Draft(tokens, parents, valid, draft.rule, probs, linear=draft.linear, ids=draft.ids)
 
 
 def target_rows(prefixes: list[Prefix], trees: list[Tree], rows: RowsLaw) -> torch.Tensor:

@@ -65,9 +65,11 @@ def argmax_judged_as_sampled(method, settings):
     """Greedy drafts with their distribution beside them, as if they had been drawn from it."""
     shipped = RoundNoise.pick
 
-    def pick(self, *arguments, **options):
-        token, law = shipped(self, *arguments, **options)
-        return (token if law is None else law.argmax(-1)), law
+    def pick(self, logits, depth, vocab, target_ids=None):
+        token, law = shipped(self, logits, depth, vocab, target_ids)
+        if law is not None:
+            token = law.argmax(-1) if target_ids is None else target_ids[law.argmax(-1)]
+        return token, law
 
     with mock.patch.object(RoundNoise, "pick", pick):
         yield method, settings
@@ -75,26 +77,25 @@ def argmax_judged_as_sampled(method, settings):
 
 def without_stopping_token(draft: Draft, settings: Settings) -> Draft:
     """The token that brings its path below the threshold is dropped, with all that follow it (chains)."""
-    chance = draft.probs.gather(2, draft.tokens[..., None]).squeeze(-1)
-    going_on = chance.cumprod(1) >= settings.stop_below
+    going_on = draft.chances().cumprod(1) >= settings.stop_below
     return dataclasses.replace(draft, valid=draft.valid & going_on)
 
 
 def resorted_siblings(draft: Draft, settings: Settings) -> Draft:
     """Siblings stand from the most to the least probable, and are taken for drawn in that order (trees of depth 1)."""
-    first = draft.probs[:, 0]
-    chance = first.gather(1, draft.tokens).masked_fill(~draft.valid, -1.0)
+    first, columns = draft.probs[:, 0], draft.columns()
+    chance = first.gather(1, columns).masked_fill(~draft.valid, -1.0)
     order = chance.argsort(dim=1, descending=True, stable=True)
-    tokens, laws, left = draft.tokens.gather(1, order), [], first
+    tokens, columns, laws, left = draft.tokens.gather(1, order), columns.gather(1, order), [], first
     for node in range(draft.nodes):
         laws.append(left / left.sum(-1, keepdim=True).clamp_min(1e-300))
-        left = left.scatter(1, tokens[:, node, None], 0.0)
+        left = left.scatter(1, columns[:, node, None], 0.0)
     return dataclasses.replace(draft, tokens=tokens, valid=draft.valid.gather(1, order), probs=torch.stack(laws, dim=1))
 
 
 def pruned_siblings(draft: Draft, settings: Settings) -> Draft:
     """The least probable of the siblings that were drawn is dropped (trees of depth 1)."""
-    chance = draft.probs[:, 0].gather(1, draft.tokens).masked_fill(~draft.valid, torch.inf)
+    chance = draft.probs[:, 0].gather(1, draft.columns()).masked_fill(~draft.valid, torch.inf)
     worst = torch.zeros_like(draft.valid).scatter(1, chance.argmin(1, keepdim=True), True)
     return dataclasses.replace(draft, valid=draft.valid & ~worst)
 
@@ -123,7 +124,8 @@ class ResidualFromExpert(Batch):
         if draft.nodes:
             alone = target_log_probs(rows[:1], self.settings.target)
             row, node = torch.arange(len(alone)), verdict.accepted.clamp_max(draft.nodes - 1)
-            one = Draft.chain(draft.tokens[row, node, None], rule="sampled", probs=draft.probs[row, node, None])
+            token, law = draft.tokens[row, node, None], draft.probs[row, node, None]
+            one = Draft.chain(token, rule="sampled", probs=law, ids=draft.ids)
             last = self._uniforms(alone, draft, noise).final[row, node, None]
             reject = Uniforms(torch.full((len(row), 1, 1), torch.inf, dtype=last.dtype), last)
             again = verify(alone[row, node, None], one, reject).tokens[:, 0]

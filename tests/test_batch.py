@@ -324,7 +324,8 @@ def test_control_the_law_of_a_faulty_loop_is_seen(law, fault, monkeypatch):
 
         def greedy(self, root, noise, gamma):
             draft = shipped(self, root, noise, gamma)
-            draft.tokens = draft.probs.argmax(-1)
+            best = draft.probs.argmax(-1)
+            draft.tokens = best if draft.ids is None else draft.ids[best]
             return draft
 
         monkeypatch.setattr(Eagle3Drafter, "propose", greedy)

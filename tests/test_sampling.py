@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dcd_core.sampling import ACCEPT, DRAFT, FINAL, GUMBEL, gumbel, inverse_cdf, row_key, uniforms
+from dcd_core.sampling import ACCEPT, DRAFT, FINAL, GUMBEL, gumbel, inverse_cdf, largest, row_key, uniforms
 
 STREAMS = (ACCEPT, FINAL, DRAFT, GUMBEL)
 # row_key(0, "a", 0) and row_key(7, "gsm8k/12", 3)
@@ -173,3 +173,26 @@ def test_fp32_weights_of_a_large_vocabulary_keep_their_rare_ids():
     coins = torch.linspace(0.0005, 0.9995, 999, dtype=torch.float64)
     drawn = inverse_cdf(weights.expand(999, -1), coins)
     assert (drawn - (coins * 100_000).long()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1000])
+def test_the_largest_entry_is_the_plain_one_and_ties_go_to_the_lowest_id(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    values = torch.randint(-3, 3, (4, 5, vocab), generator=generator).double()
+    values[0, 0] = -torch.inf
+    values[1] = 2.0
+    peak, index = largest(values)
+    assert torch.equal(peak, values.amax(-1)) and torch.equal(index, values.argmax(-1))
+
+
+def test_a_row_with_nan_has_no_largest_entry():
+    values = torch.zeros(2, 600)
+    values[1, 300] = torch.nan
+    assert largest(values)[0].isnan().tolist() == [False, True]
+
+
+def test_several_streams_are_the_streams_one_by_one():
+    keys, positions = torch.tensor([3, -9]), torch.arange(6).view(2, 3)
+    both = uniforms(keys, positions, (ACCEPT, FINAL), 4)
+    assert torch.equal(both[0], uniforms(keys, positions, ACCEPT, 4))
+    assert torch.equal(both[1], uniforms(keys, positions, FINAL, 4))

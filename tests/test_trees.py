@@ -96,11 +96,10 @@ class FollowedTree(Follows, Eagle3Drafter):
     def check_laws(self, row, text, draft, noise, paths):
         elder = Counter()
         for node, path in enumerate(paths):
-            law = torch.zeros(self.vocab, dtype=torch.float64)
-            law[self.target_ids] = (self.logits_after(text, path[:-1]) / noise.temperature).softmax(-1)
+            law = (self.logits_after(text, path[:-1]) / noise.temperature).softmax(-1)
             for other in paths[:node]:
                 if other[:-1] == path[:-1]:
-                    law[other[-1]] = 0
+                    law[draft.ids == other[-1]] = 0
                     elder[len(path)] += 1
             torch.testing.assert_close(draft.probs[row, node], law / law.sum(), atol=1e-11, rtol=1e-8)
         assert elder, "some node has an elder sibling"

@@ -255,3 +255,27 @@ def test_a_tree_without_a_coin_for_every_sibling_raises():
     coins.accept = coins.accept[:, :, :1]
     with pytest.raises(ValueError, match="a tree of 4 nodes needs as many coins a depth, got 1"):
         verify(random_rows(2, 5, 6), tree, coins)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_laws_on_a_drafter_s_own_ids_are_those_on_the_whole_vocabulary(linear):
+    generator = torch.Generator().manual_seed(3)
+    batch, nodes, vocab, ids = 200, 4, 9, torch.tensor([1, 2, 5, 8])
+    target = random_rows(batch, nodes + 1, vocab, 4)
+    few = random_rows(batch, nodes, len(ids), 5).exp()
+    tokens = ids[torch.multinomial(few.flatten(0, 1), 1, generator=generator).view(batch, nodes)]
+    parents = torch.arange(-1, nodes - 1) if linear else torch.tensor([-1, -1, 0, 1])
+    valid = torch.rand(batch, nodes, generator=generator) < 0.9
+    whole = torch.zeros(batch, nodes, vocab, dtype=few.dtype)
+    whole[..., ids] = few
+    coins = Uniforms(
+        torch.rand(batch, nodes + 1, nodes, generator=generator).double(),
+        torch.rand(batch, nodes + 1, generator=generator).double(),
+    )
+    drafts = [
+        Draft(tokens, parents.expand(batch, -1), valid, "sampled", probs, linear=linear, ids=columns)
+        for probs, columns in ((few, ids), (whole, None))
+    ]
+    short, long = (verify(target, draft, coins) for draft in drafts)
+    assert torch.equal(short.tokens, long.tokens) and torch.equal(short.path, long.path)
+    assert 0 < int(short.accepted.sum()) < batch * nodes

@@ -47,17 +47,18 @@ def draft_chain(
         torch.stack(valid, dim=1) if valid else None,
         rule=noise.rule,
         probs=torch.stack(laws, dim=1) if noise.rule == "sampled" else None,
+        ids=target_ids if noise.rule == "sampled" else None,
     )
 
 
 def _chance(
     logits: Float[Tensor, "batch ids"],
     token: Int[Tensor, " batch"],
-    law: Float[Tensor, "batch vocab"] | None,
+    law: Float[Tensor, "batch ids"] | None,
     target_ids: Int[Tensor, " ids"] | None,
 ) -> Float[Tensor, " batch"]:
     """Draft probability of a token: of the law that it was sampled from, else of the untempered drafter."""
-    if law is not None:
-        return law.gather(1, token[:, None])[:, 0]
     index = token if target_ids is None else torch.searchsorted(target_ids, token)
+    if law is not None:
+        return law.gather(1, index[:, None])[:, 0]
     return (logits.gather(1, index[:, None])[:, 0] - logits.logsumexp(-1)).exp()

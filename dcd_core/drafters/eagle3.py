@@ -72,7 +72,7 @@ class Eagle3Drafter(ReadingDrafter):
             return self._chain(noise, shape)
         found = self.candidates(noise, shape)
         if noise.rule == "sampled":
-            return Draft(found.tokens, found.parents, found.valid, "sampled", found.laws)
+            return Draft(found.tokens, found.parents, found.valid, "sampled", found.laws, ids=self.target_ids)
         return rerank(found, shape.budget, noise.rule)
 
     def _chain(self, noise: RoundNoise, shape: Shape) -> Draft:

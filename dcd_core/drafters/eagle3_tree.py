@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,7 +28,7 @@ Plan = list[list[int]]
 
 Children = Callable[[Tensor, int, int], tuple[Tensor, Tensor, Tensor | None]]
 """(states, level, count) -> ``count`` children of every state: tokens and log-probabilities ``[batch, states, count]``,
-and for sampled ones the laws they were drawn from ``[batch, states, count, vocab]``."""
+and for sampled ones the laws they were drawn from ``[batch, states, count, ids]``."""
 
 Step = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens, states of their parents, mask, level) -> states of these nodes. ``mask[b, i, j]``: node i of this pass sees
@@ -49,7 +50,7 @@ class Candidates:
     parents: Int[Tensor, "batch nodes"]
     scores: Float[Tensor, "batch nodes"]
     valid: Bool[Tensor, "batch nodes"]
-    laws: Float[Tensor, "batch nodes vocab"] | None = None
+    laws: Float[Tensor, "batch nodes ids"] | None = None
 
 
 def ranked_plan(shape: Shape, ids: int) -> Plan:
@@ -87,8 +88,8 @@ def top_children(
     logits: Float[Tensor, "*batch ids"], count: int
 ) -> tuple[Int[Tensor, "*batch count"], Float[Tensor, "*batch count"]]:
     """Indices of the most probable ids and their log-probabilities."""
-    best, index = logits.topk(count, dim=-1)
-    return index, best - logits.logsumexp(-1, keepdim=True)
+    index = logits.topk(count, dim=-1).indices
+    return index, logits.log_softmax(-1).gather(-1, index)
 
 
 def grow(
@@ -138,14 +139,19 @@ def _level(found: tuple[Tensor, Tensor, Tensor | None], scores: Tensor, places: 
 
 def _cut(found: Candidates, counts: list[int], levels: list[Candidates]) -> tuple[Tensor, list[Candidates]]:
     """Leave the first ``counts[rank]`` children of each parent: the rank of every node's parent, and the levels."""
-    most, device = max(counts), found.tokens.device
-    columns = [rank * most + child for rank, count in enumerate(counts) for child in range(count)]
-    rank_of = torch.tensor([column // most for column in columns], device=device)
-    if len(columns) < found.tokens.shape[1]:
-        index = torch.tensor(columns, device=device)
+    rank_of, index = _left(tuple(counts), found.tokens.device)
+    if len(index) < found.tokens.shape[1]:
         tables = (found.tokens, found.parents, found.scores, found.valid, found.laws)
         found = Candidates(*(None if table is None else table.index_select(1, index) for table in tables))
     return rank_of, [*levels, found]
+
+
+@lru_cache(maxsize=256)
+def _left(counts: tuple[int, ...], device: torch.device) -> tuple[Int[Tensor, " nodes"], Int[Tensor, " nodes"]]:
+    """Of ``max(counts)`` children of each parent the first ``counts[rank]``: ranks of their parents, and columns."""
+    most = max(counts)
+    columns = torch.tensor([rank * most + child for rank, count in enumerate(counts) for child in range(count)])
+    return (columns // most).to(device), columns.to(device)
 
 
 def _joined(levels: list[Candidates]) -> Candidates:

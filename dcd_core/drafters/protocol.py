@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dcd_core.contrast import Target
 from dcd_core.draft import Draft, Shape
-from dcd_core.sampling import DRAFT, TREE, gumbel, inverse_cdf, uniforms
+from dcd_core.sampling import ACCEPT, DRAFT, FINAL, TREE, gumbel, inverse_cdf, uniforms
 
 
 @dataclass
@@ -29,6 +29,7 @@ class RoundNoise:
     temperature: float
     rule: str
     _gumbel: dict[int, Tensor] = field(default_factory=dict)
+    _coins: dict[int, Tensor] = field(default_factory=dict)
 
     def gumbel(self, vocab: int) -> Float[Tensor, "batch count vocab"]:
         """Shared noise of all positions; drafter and verifier read the same numbers."""
@@ -36,19 +37,26 @@ class RoundNoise:
             self._gumbel[vocab] = gumbel(self.keys, self.positions, vocab)
         return self._gumbel[vocab]
 
+    def coins(self, stream: int) -> Float[Tensor, "batch count"]:
+        """One uniform number for every position, of what a chain needs: to draft, to accept, to end the round."""
+        if not self._coins:
+            streams = (DRAFT, ACCEPT, FINAL)
+            self._coins = dict(zip(streams, uniforms(self.keys, self.positions, streams)[..., 0], strict=True))
+        return self._coins[stream]
+
     def pick(
         self,
         logits: Float[Tensor, "batch ids"],
         depth: int,
         vocab: int,
         target_ids: Int[Tensor, " ids"] | None = None,
-    ) -> tuple[Int[Tensor, " batch"], Float[Tensor, "batch vocab"] | None]:
+    ) -> tuple[Int[Tensor, " batch"], Float[Tensor, "batch ids"] | None]:
         """Pick a draft token at ``depth`` (0 = first) from a drafter's logits, by the round's rule.
 
         Args:
             target_ids: vocabulary id of each logit, None when they are the ids themselves.
         Returns:
-            tokens (vocabulary ids), and for the sampled rule the distribution over the vocabulary they came from.
+            tokens (vocabulary ids), and for the sampled rule the distribution that they came from, over the logits.
         """
         if self.rule == "deterministic":
             index, probs = logits.argmax(-1), None
@@ -57,13 +65,8 @@ class RoundNoise:
             noise = noise if target_ids is None else noise[:, target_ids]
             index, probs = (logits / self.temperature + noise).argmax(-1), None
         else:
-            probs = (logits / self.temperature).softmax(-1)
-            coin = uniforms(self.keys, self.positions[:, depth : depth + 1], DRAFT)[:, 0, 0]
-            index = inverse_cdf(probs, coin)
-            if target_ids is not None:
-                probs = torch.zeros(len(probs), vocab, dtype=probs.dtype, device=probs.device).index_copy(
-                    1, target_ids, probs
-                )
+            probs = (logits if self.temperature == 1 else logits / self.temperature).softmax(-1)
+            index = inverse_cdf(probs, self.coins(DRAFT)[:, depth])
         return (index if target_ids is None else target_ids[index]), probs
 
     def pick_children(
@@ -76,7 +79,7 @@ class RoundNoise:
     ) -> tuple[
         Int[Tensor, "batch parents count"],
         Float[Tensor, "batch parents count"],
-        Float[Tensor, "batch parents count vocab"],
+        Float[Tensor, "batch parents count ids"],
     ]:
         """Draw ``count`` children of each of some nodes without replacement, for the sampled rule.
 
@@ -86,7 +89,7 @@ class RoundNoise:
 
         Returns:
             tokens in the order of drawing; the log-probability of each as if it had been drawn first; and for each the
-            distribution that it was drawn from, in which its earlier siblings have probability 0.
+            distribution that it was drawn from, over the logits, in which its earlier siblings have probability 0.
         """
         tempered = logits / self.temperature
         noise = gumbel(self.keys, self.positions[:, depth : depth + 1], vocab, TREE)
@@ -97,11 +100,7 @@ class RoundNoise:
         for child in range(count):
             laws.append(tempered.softmax(-1))
             tempered = tempered.scatter(-1, index[..., child : child + 1], float("-inf"))
-        laws = torch.stack(laws, dim=2)
-        if target_ids is not None:
-            whole = torch.zeros(*laws.shape[:-1], vocab, dtype=laws.dtype, device=laws.device)
-            laws = whole.index_copy_(3, target_ids, laws)
-        return (index if target_ids is None else target_ids[index]), gains, laws
+        return (index if target_ids is None else target_ids[index]), gains, torch.stack(laws, dim=2)
 
 
 @dataclass

@@ -231,6 +231,7 @@ class Eagle3Head(nn.Module):
         weight = self.fc.weight
         return KVCache.for_config(self.config, batch, capacity, weight.dtype, weight.device)
 
+    @torch.no_grad()
     def step(
         self,
         embeds: Float[Tensor, "batch width hidden"],
