@@ -18,6 +18,8 @@ GIVEN = {
     "diagnostics.signal_error": [f"--{flag}=x" for flag in ("expert", "amateur", "head", "prompts", "output")],
     "train.eagle3": ["--expert", "e", "--train_tokens", "t", "--output", "o"],
     "train.amateur": ["--expert", "e", "--train_tokens", "t", "--output", "o"],
+    "train.cross_alpha": ["--expert", "e", "--amateur", "a", "--train_tokens", "t", "--output", "o"],
+    "train.dual_drafter": ["--expert", "e", "--amateur", "a", "--train_tokens", "t", "--output", "o"],
 }
 # folder, or folder and the beginning of the file's name -> the scripts that read it
 READERS = {
@@ -26,6 +28,8 @@ READERS = {
     "signal_error/": ["diagnostics.signal_error"],
     "train/eagle3_": ["train.eagle3"],
     "train/amateur_": ["train.amateur"],
+    "train/cross_alpha_": ["train.cross_alpha"],
+    "train/dual_drafter_": ["train.dual_drafter"],
 }
 # what flags set: in a DeepSpeed file it would win over them in silence
 SET_BY_FLAGS = {

@@ -55,7 +55,7 @@ def test_a_family_is_read_as_it_was_trained(run):
     assert (family.alphas, family.seeds) == ((0.0, 0.5), (0, 1))
     assert set(family.held_fixed) == set(CONTROLS) - {PER_SEED}
     member = family.member(0.5, 1)
-    assert member.path == run / "heads" / "alpha_0.5_seed_1" and member.input == "dual"
+    assert member.path == run / "heads" / "alpha_0.5_seed_1" and member.input == "dual" and member.shuffle_seed == 0
     # one start for a seed, another for the next
     starts = {(m.alpha, m.seed): m.held_fixed[PER_SEED] for m in family.members}
     assert starts[0.0, 0] == starts[0.5, 0] != starts[0.0, 1] == starts[0.5, 1]

@@ -326,6 +326,7 @@ def test_a_diverging_loss_stops_with_the_texts_named(toy, tmp_path):
         (["--eval_tokens=nowhere.parquet"], "nowhere.parquet"),
         (["--eval_tokens=tests"], "tests"),
         (["--head_init=/nowhere"], "/nowhere"),
+        (["--head_init=/nowhere", "--head_layers=2"], "--head_init has a shape of its own"),
         (["--deepspeed_config=/nowhere"], "/nowhere cannot be read as JSON: No such file"),
         (["--deepspeed_config=tests/tiny.py"], "cannot be read as JSON"),
     ],

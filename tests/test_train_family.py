@@ -86,10 +86,11 @@ def test_members_in_groups_are_the_same_members(toy, finished, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sharded_members_equal_runs_of_their_own(toy, tmp_path, stage, dtype):
     more = [f"--deepspeed_config={ZERO.format(stage)}", f"--dtype={dtype}", "--max_steps=5"]
-    cross_alpha.main(options(toy, tmp_path / "run", "--train_alphas", "0", "0.5", *more))
-    cross_alpha.main(options(toy, tmp_path / "alone", "--train_alphas", "0.5", *more))
-    assert_same(tmp_path / "alone", tmp_path / "run", "alpha_0.5_seed_0")
-    assert curves(tmp_path / "alone", "alpha_0.5_seed_0") == curves(tmp_path / "run", "alpha_0.5_seed_0")
+    groups = ["--train_alphas", "0", "0.3", "0.5", "--members_at_a_time=2"]
+    cross_alpha.main(options(toy, tmp_path / "run", *groups, *more))
+    cross_alpha.main(options(toy, tmp_path / "alone", "--train_alphas", "0.3", *more))
+    assert_same(tmp_path / "alone", tmp_path / "run", "alpha_0.3_seed_0")
+    assert curves(tmp_path / "alone", "alpha_0.3_seed_0") == curves(tmp_path / "run", "alpha_0.3_seed_0")
 
 
 def test_alpha_0_with_expert_only_input_is_the_eagle3_trainer(toy, tmp_path):
@@ -227,6 +228,16 @@ def test_resuming_ends_with_the_same_family(toy, finished, tmp_path, capsys):
         assert_same(output, finished, path.name)
         assert curves(output, path.name) == curves(finished, path.name)
     assert (output / "manifest.json").read_text() == (finished / "manifest.json").read_text()
+
+
+def test_a_family_that_is_redone_keeps_nothing_of_the_old_one(toy, finished, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(finished, output)
+    with pytest.raises(UserError, match="finished run.*--overwrite"):
+        cross_alpha.main(options(toy, output, *ALPHAS))
+    cross_alpha.main(options(toy, output, "--train_alphas", "0", "--overwrite"))
+    assert [path.name for path in (output / "heads").iterdir()] == ["alpha_0_seed_0"]
+    assert Family.read(output).alphas == (0.0,)
 
 
 @pytest.mark.parametrize(

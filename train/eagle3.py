@@ -55,6 +55,8 @@ class Config(HeadConfig):
         super().__post_init__()
         if self.snapshots and min(self.snapshots) < 1:
             raise ValueError(f"--snapshots takes numbers of answer tokens, 1 or more, got {self.snapshots}")
+        if self.head_init and (self.head_layers > 1 or self.head_intermediate_size):
+            raise ValueError("--head_init has a shape of its own: leave out --head_layers and --head_intermediate_size")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -131,11 +131,12 @@ class FamilyRun:
     def keep(self, plan: Planned, trained: Member, path: Path, fixed: dict) -> FamilyMember:
         """Write a trained head; every rank must call it."""
         head = copy_module(trained.engine).head
-        if self.ranks.first:
+        weights = ""
+        if self.ranks.first:  # who writes the manifest too
             path.parent.mkdir(parents=True, exist_ok=True)
             save_head(path, head)
-        barrier()
-        return FamilyMember(plan.aim.alpha, plan.seed, plan.input, path, fixed, file_hash(path / "model.safetensors"))
+            weights = file_hash(path / "model.safetensors")
+        return FamilyMember(plan.aim.alpha, plan.seed, plan.input, path, fixed, weights, self.config.seed)
 
 
 def train_family(kind: str, config: FamilyConfig, plans: Sequence[Planned], argv: list[str] | None) -> None:

@@ -174,7 +174,8 @@ def open_run(
     """
     folder = Path(config.output)
     if ranks.first and config.overwrite and (folder / "metrics.json").exists():
-        for left in ("metrics.json", "checkpoints", "tensorboard"):
+        # metrics.json first: without it the run is unfinished
+        for left in ("metrics.json", "manifest.json", "heads", "checkpoints", "tensorboard"):
             remove(folder / left)
     barrier()
     checkpoints = Checkpoints(folder / "checkpoints" / part, config.keep, settings, ranks)

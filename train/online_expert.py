@@ -184,6 +184,6 @@ def feature_rms(expert: LanguageModel, texts: Texts, count: int = 16) -> Float[T
 def scale_features(head: Eagle3Head, rms: Float[Tensor, " features"]) -> None:
     """Divide the columns of a fresh ``fc`` by the size of the expert's features that they read, so that each starts
     with the same say. Some channels are tens of times larger than others, and a short training does not undo that.
-    Columns after them (an amateur's) start at zero and stay there."""
+    Columns after them, an amateur's, are zero."""
     smallest = rms.median() / 1000
     head.fc.weight[:, : len(rms)].div_(rms.clamp_min(smallest) if smallest > 0 else torch.ones_like(rms))

@@ -133,6 +133,7 @@ class FamilyMember:
         path: its folder.
         held_fixed: its value of every control.
         weights: sha256 of its weight file.
+        shuffle_seed: of a shuffled input (:func:`shuffled_positions`).
     """
 
     alpha: float | None
@@ -141,6 +142,7 @@ class FamilyMember:
     path: Path
     held_fixed: dict
     weights: str
+    shuffle_seed: int = 0
 
     @property
     def aligned_with(self) -> str:
@@ -227,6 +229,7 @@ def write_manifest(folder: Path, kind: str, members: list[FamilyMember]) -> None
             "path": member.path.relative_to(folder).as_posix(),
             "held_fixed": member.held_fixed,
             "weights": member.weights,
+            "shuffle_seed": member.shuffle_seed,
         }
         for member in members
     ]
@@ -252,9 +255,8 @@ def _read_manifest(folder: Path) -> tuple[str, list[FamilyMember]]:
             missing = [name for name in CONTROLS if name not in row["held_fixed"]]
             if missing:
                 raise UserError(f"{path}: a member does not say what its {missing[0]} was")
-            found = FamilyMember(
-                alpha, int(row["seed"]), row["input"], folder / row["path"], row["held_fixed"], row["weights"]
-            )
+            place, fixed, shuffle = folder / row["path"], row["held_fixed"], int(row.get("shuffle_seed", 0))
+            found = FamilyMember(alpha, int(row["seed"]), row["input"], place, fixed, row["weights"], shuffle)
             for name, value in shared.items():
                 _refuse_difference(name, value, found.held_fixed.get(name), f"{path}'s family", found.describe())
             members.append(found)
