@@ -16,11 +16,11 @@ from torch import Tensor
 from dcd_core.contrast import Target
 from dcd_core.decode import Generation, Prompt, Settings, decode
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import load_head, load_head_config
-from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.loading import check_draft_vocabulary, load_models
+from dcd_core.heads.checkpoint import load_head_config
+from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head
+from dcd_core.loading import check_taps, head_for
 from dcd_core.methods import assemble
-from dcd_core.models import LanguageModel, Pair, load_scorer
+from dcd_core.models import LanguageModel, Pair, load_config, load_pair, load_scorer
 from diagnostics.position_quantities import Proposal, position_quantities
 
 ROWS = 64  # rows of the whole vocabulary worked on at once
@@ -43,6 +43,11 @@ class Study:
     direct: tuple[Eagle3Head, ...] = ()
     stronger: LanguageModel | None = None
 
+    @property
+    def heads(self) -> tuple[Eagle3Head, ...]:
+        """All heads of the study."""
+        return tuple(head for head in (self.head, self.amateur_head, *self.direct) if head is not None)
+
     def at(self, index: int) -> Study:
         """The study at the alpha of this place in the list of alphas: one direct head, if there are any."""
         return replace(self, direct=self.direct[index : index + 1]) if len(self.direct) > 1 else self
@@ -61,29 +66,60 @@ def load_study(
     """Load a pair and all that is measured with it.
 
     Raises:
-        UserError: what cannot be loaded, heads that tap different layers of the expert (one pass of it serves all), or
-            a stronger model with another vocabulary.
+        UserError: what cannot be loaded, heads that tap different layers (one pass of a model serves all), a head
+            trained for another role, or a stronger model with another vocabulary.
     """
-    taps = load_head_config(head).feature_layers
-    for other in filter(None, (amateur_head, *direct)):
-        if load_head_config(other).feature_layers != taps:
-            raise UserError(f"{other} taps other layers of the expert than {head}; measure them in two runs")
-    pair, first = load_models(expert, amateur, head, dtype, device)
-    others = {name: load_other(name, pair) for name in filter(None, (amateur_head, *direct))}
+    names = list(filter(None, (head, amateur_head, *direct)))
+    configs = {name: load_head_config(name) for name in names}
+    refuse_roles(configs, head, amateur_head, direct)
+    pair = load_tapped(expert, amateur, configs, dtype, device)
+    heads = {name: head_for(pair, name) for name in names}
     return Study(
         pair,
-        first,
-        others.get(amateur_head),
-        tuple(others[name] for name in direct),
+        heads[head],
+        heads.get(amateur_head),
+        tuple(heads[name] for name in direct),
         load_scorer(stronger, pair) if stronger else None,
     )
 
 
-def load_other(name: str, pair: Pair) -> Eagle3Head:
-    """A further head of a loaded pair. Raises UserError for a head of another expert."""
-    head = load_head(name, pair.expert)
-    check_draft_vocabulary(head, pair.expert.vocab, name)
-    return head
+def refuse_roles(
+    configs: dict[str, Eagle3Config], head: str, amateur_head: str, direct: list[str] | tuple[str, ...]
+) -> None:
+    """Refuse heads in the wrong place. Raises UserError naming the head and what it is aligned with."""
+    places = [(head, "--head", ("expert",)), (amateur_head, "--amateur_head", ("amateur",))]
+    # the family's control at train-alpha 0 reads both models, and is aligned with the expert
+    places += [(name, "--direct_head", ("contrast", "expert")) for name in direct]
+    for name, flag, wanted in places:
+        if name and configs[name].aligned_with not in wanted:
+            raise UserError(
+                f"{name} is aligned with the {configs[name].aligned_with}; {flag} takes a head aligned with the "
+                f"{wanted[0]}"
+            )
+
+
+def load_tapped(expert: str, amateur: str, configs: dict[str, Eagle3Config], dtype: str, device: str) -> Pair:
+    """A pair that gives the features which all of some heads read.
+
+    Raises:
+        UserError: heads that read different layers of a model, or more layers than it has.
+    """
+    taps = {}
+    for role, model, field in (
+        ("expert", expert, "feature_layers"),
+        ("amateur", amateur, "amateur_feature_layers"),
+    ):
+        wanted = {name: getattr(config, field) for name, config in configs.items() if getattr(config, field)}
+        first, layers = next(iter(wanted.items()), ("", None))
+        for name, other in wanted.items():
+            if other != layers:
+                raise UserError(
+                    f"{name} taps other layers of {model} than {first}: {other} and {layers}; measure them in two runs"
+                )
+        if layers:  # before gigabytes are read
+            check_taps(layers, load_config(model).num_hidden_layers, first, model, role)
+        taps[field] = layers
+    return load_pair(expert, amateur, dtype, device, **taps)
 
 
 def roll_out(
@@ -100,7 +136,7 @@ class History:
 
     Attributes:
         ids: prompt and answer.
-        features: the expert's tapped features at every position.
+        features: tapped features at every position: the expert's, and after them the amateur's if a head reads those.
         expert, amateur, stronger: last hidden states at every position; a model's output layer turns them into rows.
     """
 
@@ -119,9 +155,11 @@ class History:
         pair = study.pair
         ids = torch.tensor([prompt.ids + answer], device=pair.expert.device)
         expert = pair.expert.forward_full(ids, features=True, logits=False)
-        amateur = pair.amateur.forward_full(ids, logits=False)
+        both = any(head.kind == "dual_input" for head in study.heads)
+        amateur = pair.amateur.forward_full(ids, features=both, logits=False)
         stronger = study.stronger.forward_full(ids, logits=False).hidden[0] if study.stronger else None
-        return cls(study, ids, len(prompt.ids), expert.features, expert.hidden[0], amateur.hidden[0], stronger)
+        features = torch.cat([expert.features, amateur.features], -1) if both else expert.features
+        return cls(study, ids, len(prompt.ids), features, expert.hidden[0], amateur.hidden[0], stronger)
 
     @property
     def places(self) -> Int[Tensor, " place"]:
@@ -144,7 +182,11 @@ class History:
         """A head's states as of the first draft of a round, at every row."""
         cache = head.new_cache(1, self.ids.shape[1])
         embeds = self.study.pair.expert.embedding(self.ids[:, 1:])
-        return head.step(embeds, head.fuse(self.features[:, :-1]), cache)[0]
+        return head.step(embeds, head.fuse(self.features_of(head)[:, :-1]), cache)[0]
+
+    def features_of(self, head: Eagle3Head) -> Float[Tensor, "1 position features"]:
+        """What a head reads: the expert's features, or the amateur's too."""
+        return self.features if head.kind == "dual_input" else self.features[..., : head.fc.in_features]
 
     @torch.no_grad()
     def quantities(self, alpha: float) -> dict[str, list]:

@@ -20,7 +20,7 @@ BUCKETS = len(EDGES) - 1
 FEW = 100  # cells with fewer positions are marked
 SIGNAL_LIMIT, ERROR_LIMIT = 1.0, 2.0  # the paper's two headline shares: signal below 1 nat, KL(e||p) of 2 nats or more
 
-KINDS = {"direct": "direct", "dual": "dual", "oracle": "oracle", "stronger": "stronger proposer"}
+KINDS = {"direct": "direct draft", "dual": "dual draft", "oracle": "oracle draft", "stronger": "stronger proposer"}
 """Contrast-aligned drafts by the beginning of their columns, and what a reader calls them."""
 BASE = {"stronger": "stronger_plain"}  # what each is compared with; all others with e ("target")
 

@@ -1,9 +1,9 @@
 """Typed tables on disk: one parquet file per table, with units, provenance and a content hash.
 
 `ROUNDS` holds one row per speculative round (counts and seconds), `POSITIONS` one row per teacher-forced position (nats
-and probabilities), `REPLAYS` one row per prompt and drafter of a cross-alpha matrix (counts and sums). Every reader
-checks names, types, missing values and finiteness, so whatever draws or sums afterwards need not. No torch here: the
-report is built on machines without it.
+and probabilities), `REPLAYS` one row per prompt and drafter of a cross-alpha matrix (counts and sums), `DUAL_REPLAYS`
+one per prompt and kind of draft of a dual-drafter study (counts). Every reader checks names, types, missing values and
+finiteness, so whatever draws or sums afterwards need not. No torch here: the report is built on machines without it.
 """
 
 import hashlib
@@ -97,8 +97,8 @@ ROUNDS = (
     _count("amateur_passes", "passes of the amateur: 0 where it was not asked, more than one where it drafts"),
 )
 
-# Symbols: p expert, q amateur, pi the contrastive target, e first-step draft of the expert-aligned head, f that of a head
-# aligned with the amateur, c that of a head trained on the contrast, r a full model in place of e. [a, b] is the
+# Symbols: p expert, q amateur, pi the contrastive target, e first-step draft of the expert-aligned head, f that of a
+# head aligned with the amateur, c that of a head trained on the contrast, r a full model in place of e. [a, b] is the
 # contrast of two rows, ~ a^(1+alpha) b^(-alpha): o = [e, q] is the oracle draft, [e, f] the dual one.
 # s = log p/q, u = log e/p, v = log f/q; Var and Cov are taken under pi on the draft vocabulary.
 POSITIONS = (
@@ -169,7 +169,26 @@ REPLAYS = (
     _sum("headroom_flip", "of [argmax p != argmax pi]: the same for every drafter"),
 )
 
-TABLES: dict[str, tuple[Column, ...]] = {"rounds": ROUNDS, "positions": POSITIONS, "replays": REPLAYS}
+# One row per prompt, contrast strength and kind of draft, replayed on the strength's own rollout at T = 0. Kinds as in
+# POSITIONS: the expert-aligned draft e is 'target', then 'dual', 'oracle' and 'exact_expert'.
+DUAL_REPLAYS = (
+    _text("pair", "expert / amateur / drafter, as in the positions of the same run"),
+    _text("dataset", "name of the prompt set"),
+    _text("prompt_id", "id of the prompt"),
+    Column("alpha", pa.float64(), "", "contrast strength of rollout and target", low=0.0),
+    _text("draft", "'target' (e), 'dual' ([e, f]), 'oracle' ([e, q]) or 'exact_expert' ([p, f])"),
+    _count("gamma", "drafts per round", low=1),
+    _count("rounds", "rounds of the replay"),
+    _count("accepted", "drafts accepted in them"),
+    _count("emitted", "tokens emitted in them"),
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "rounds": ROUNDS,
+    "positions": POSITIONS,
+    "replays": REPLAYS,
+    "dual_replays": DUAL_REPLAYS,
+}
 
 
 @dataclass(frozen=True)

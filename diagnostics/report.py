@@ -2,15 +2,15 @@
 
     python diagnostics/report.py --runs runs/demo --output runs/demo/report
 
-`--runs` takes run folders, or folders that hold them: signal studies (positions.parquet), benchmarks (rounds.parquet),
-identity checks, and trained heads or amateurs (metrics.json with a history). Writes index.html, with every figure
-embedded, and the figures as PNG beside it; an earlier report there is replaced. Needs no
-torch and no models; the same records give the same page.
+`--runs` takes run folders, or folders that hold them: cross-alpha matrices (replays.parquet), dual-drafter studies
+(dual_replays.parquet), signal studies (positions.parquet; several are pooled too), benchmarks (rounds.parquet),
+identity checks, and trained heads or amateurs (metrics.json with a history). Writes index.html, with every figure embedded, and the figures as PNG beside it; an
+earlier report there is replaced. Needs no torch and no models; the same records give the same page.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (a backend for plots without a display)
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcd_core.config import git_sha, is_free, make_folder, parse_config, refuse_below, run_entry
@@ -18,14 +18,18 @@ from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, remove, write_text_atomic
 from diagnostics import paper
 from diagnostics.pages import fill_page
+from diagnostics.report_cross_alpha import cross_alpha_section
+from diagnostics.report_dual import dual_section
 from diagnostics.report_runs import Run, Section, find_runs
-from diagnostics.report_signal import signal_section
+from diagnostics.report_signal import pooled_section, signal_section
 from diagnostics.report_speed import identity_section, speed_section
 from diagnostics.report_training import training_section
 
 PAGE = "index.html"
 MARK = "Fast contrastive decoding with an expert-aligned drafter"  # in every page: an earlier report is known by it
 SECTIONS = {
+    "cross-alpha": cross_alpha_section,  # first: the page opens with its verdict
+    "dual drafter": dual_section,
     "signal": signal_section,
     "benchmark": speed_section,
     "identity": identity_section,
@@ -84,8 +88,17 @@ def refuse_foreign(folder: str) -> None:
 def build_sections(runs: list[Run], config: Config) -> list[Section]:
     """Every run drawn and described, kind by kind."""
     page = Path(config.output)
-    ordered = [(build, run) for kind, build in SECTIONS.items() for run in runs if run.kind == kind]
-    return [build(run, page, config.resamples, config.seed) for build, run in ordered]
+    sections = []
+    for kind, build in SECTIONS.items():
+        own = [run for run in runs if run.kind == kind]
+        if kind == "signal" and len(own) > 1:
+            sections.append(pooled_section(own, page, config.resamples, config.seed))
+        for run in own:
+            section = build(run, page, config.resamples, config.seed)
+            if len(own) > 1:  # else several topics of the opening would have one name
+                section.headlines = [replace(one, topic=f"{one.topic}, {run.name}") for one in section.headlines]
+            sections.append(section)
+    return sections
 
 
 def render(sections: list[Section], runs: list[Run], notes: list[str], config: Config) -> str:

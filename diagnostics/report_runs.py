@@ -8,7 +8,13 @@ from pathlib import Path
 
 from dcd_core.errors import UserError
 
-MARKS = {"positions.parquet": "signal", "rounds.parquet": "benchmark"}
+# the first of these files that a folder holds says what it is
+MARKS = {
+    "replays.parquet": "cross-alpha",
+    "dual_replays.parquet": "dual drafter",
+    "positions.parquet": "signal",
+    "rounds.parquet": "benchmark",
+}
 DEPTH = 3  # folders below a given one that are searched
 PROVENANCE = ("command.txt", "config.yaml", "versions.json", "git_sha.txt")
 

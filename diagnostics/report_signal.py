@@ -1,47 +1,62 @@
-"""The signal-versus-error section of the report: shares, heat map, gains of the oracle draft, headroom. No torch."""
+"""The signal-versus-error section of the report: shares, heat map, gains of every kind of draft, headroom. No torch.
+
+One run makes one section; several runs (other pairs, say) make a pooled one too, in which every position weighs the
+same. Views over configurations stand in report_signal_views.py.
+"""
 
 from pathlib import Path
 
 import pandas as pd
 
-from diagnostics import paper, plots
-from diagnostics.position_summary import MEANS, cells, length_gain, marginals, summarise_by_alpha
+from diagnostics import paper
+from diagnostics.position_summary import (
+    KINDS,
+    MEANS,
+    OPTIONAL_MEANS,
+    length_gain,
+    summarise_by_alpha,
+)
+from diagnostics.position_views import each_and_pooled, realised, settings_of
 from diagnostics.records import POSITIONS, Records, read_records
-from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
+from diagnostics.report_runs import Headline, Run, Section, Table, link
+from diagnostics.report_signal_views import pictures, view_tables
 from diagnostics.wording import count, listed, percent, plain, points
 
 GAMMA = 5  # drafts per round at which a gain per token is turned into accepted length
-WIDE = ("signal-error", "headroom")
-MAP_CAPTION = (
-    "Every cell is a share of the positions and their number n. Signal: how far expert and amateur disagree on the "
-    "token that the contrastive target prefers. Error: how far the drafter is from the expert. Bars are the marginals, "
-    "diamonds the paper's, pooled over its 24 configurations. In the paper, gains from aiming at the contrast sit to "
-    "the lower right, where the signal is large and the drafter good."
-)
-TOP1_CAPTION = (
-    "Gain in top-1 matches with the target if the same draft is corrected by the true amateur (the oracle draft). "
-    "Bold: the 95% interval over prompts excludes 0."
-)
-ACCEPTANCE_CAPTION = "The same for the acceptance rate of sampled drafts, 1 - TV(draft, target)."
-HEADROOM_CAPTION = (
-    "Left bars: at most so much acceptance can be won by aiming at the contrast instead of the expert, at equal error. "
-    "Right bars: what the oracle draft really wins. Lines are 95% intervals over prompts."
-)
 
 
 def signal_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     """Summarise and draw one signal study."""
     records = read_records(run.folder / "positions.parquet", "positions")
-    by_alpha = summarise_by_alpha(records.rows, resamples, seed)
-    section = Section(f"Signal and drafter error: {_where(records)}")
+    section = _section(f"Signal and drafter error: {_where(records.rows)}", [records], page, run.name, resamples, seed)
+    section.records = link(run.folder / "positions.parquet", page)
+    return section
+
+
+def pooled_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Section:
+    """Several signal studies together, pooled by count: every position weighs the same."""
+    found = [read_records(run.folder / "positions.parquet", "positions") for run in runs]
+    title = f"Signal and drafter error, {len(runs)} runs pooled"
+    section = _section(title, found, page, "pooled", resamples, seed)
+    section.text.append(f"Pooled by count from {listed([run.name for run in runs])}; each stands alone below.")
+    return section
+
+
+def _section(title: str, found: list[Records], page: Path, name: str, resamples: int, seed: int) -> Section:
+    rows = pd.concat([records.rows for records in found], ignore_index=True)
+    by_alpha = summarise_by_alpha(rows, resamples, seed)
+    bounds = realised(rows, resamples, seed)
+    section = Section(title)
     section.headlines = [
         Headline("Signal against error", shares_sentence(by_alpha["pooled"]), paper_shares()),
-        Headline("Headroom", headroom_sentence(by_alpha), oracle_sentence(by_alpha)),
+        Headline("Headroom", headroom_sentence(by_alpha), gains_sentence(by_alpha)),
     ]
-    section.text = [how(records, by_alpha)]
-    section.pictures = pictures(records.rows, by_alpha, page, run.name, resamples, seed)
-    section.tables = [shares_table(by_alpha), means_table(by_alpha)]
-    section.records = link(run.folder / "positions.parquet", page)
+    section.text = [how(found, by_alpha)]
+    section.pictures = pictures(rows, bounds, page, name, resamples, seed)
+    section.tables = [shares_table(by_alpha)]
+    if len(settings_of(rows)) > 1:
+        section.tables.append(settings_table(each_and_pooled(rows, resamples, seed)))
+    section.tables += view_tables(rows, bounds, resamples, seed) + [means_table(by_alpha)]
     return section
 
 
@@ -80,47 +95,37 @@ def headroom_sentence(by_alpha: dict[str, dict]) -> str:
     )
 
 
-def oracle_sentence(by_alpha: dict[str, dict]) -> str:
-    """What the oracle draft really gains."""
-    parts = [
-        f"{points(found['gain_acceptance'], 2, sign=True)} points of acceptance and "
-        f"{points(found['gain_top1'], 2, sign=True)} of top-1 matches at alpha {alpha}"
-        for alpha, found in _alphas(by_alpha).items()
-    ]
-    return (
-        f"Really gained by the oracle draft, which knows the amateur exactly: {listed(parts)}. Drafts per round are "
-        f"taken as {GAMMA}, acceptance as constant."
-    )
+def gains_sentence(by_alpha: dict[str, dict]) -> str:
+    """What each kind of draft that knows of the contrast really gains."""
+    sentences = []
+    for kind, meaning in GAINED_BY.items():
+        parts = [
+            f"{points(found[f'gain_acceptance_{kind}'], 2, sign=True)} points of acceptance and "
+            f"{points(found[f'gain_top1_{kind}'], 2, sign=True)} of top-1 matches at alpha {alpha}"
+            for alpha, found in _alphas(by_alpha).items()
+            if f"gain_top1_{kind}" in found
+        ]
+        if parts:
+            sentences.append(f"Really gained by {meaning}: {listed(parts)}.")
+    return f"{' '.join(sentences)} Drafts per round are taken as {GAMMA}, acceptance as constant."
 
 
-def how(records: Records, by_alpha: dict[str, dict]) -> str:
+GAINED_BY = {
+    "direct": "the direct draft, whose head was trained on the contrast",
+    "dual": "the dual draft, which learned both models apart",
+    "oracle": "the oracle draft, which knows the amateur exactly",
+}
+
+
+def how(found: list[Records], by_alpha: dict[str, dict]) -> str:
     """Method in two sentences."""
-    pooled, settings = by_alpha["pooled"], records.provenance.get("settings", {})
-    dtype = settings.get("dtype", "unknown precision")
+    pooled = by_alpha["pooled"]
+    dtypes = {records.provenance.get("settings", {}).get("dtype", "unknown precision") for records in found}
     return (
         f"Vanilla contrastive decoding wrote one greedy answer to each of {pooled['prompts']} prompts at alpha "
-        f"{listed(list(_alphas(by_alpha)))}; over these texts expert, amateur and drafter ran once more, in {dtype}. "
-        "Intervals are 95%, from resampling whole prompts."
+        f"{listed(list(_alphas(by_alpha)))}; over these texts expert, amateur and drafter ran once more, in "
+        f"{listed(sorted(dtypes))}. Intervals are 95%, from resampling whole prompts."
     )
-
-
-def pictures(rows: pd.DataFrame, by_alpha: dict, page: Path, name: str, resamples: int, seed: int) -> list[Picture]:
-    """Heat map with marginals, both gain maps, and the headroom."""
-    binned, shares = cells(rows, resamples, seed), marginals(rows)
-    drawn = {
-        "signal-error": (plots.signal_error_map(binned, *shares), MAP_CAPTION, "heat map of signal and drafter error"),
-        "gain-top1": (plots.gain_map(binned, "top1"), TOP1_CAPTION, "heat map of the gain in top-1 matches"),
-        "gain-acceptance": (
-            plots.gain_map(binned, "acceptance"),
-            ACCEPTANCE_CAPTION,
-            "heat map of the gain in acceptance",
-        ),
-        "headroom": (plots.headroom_bars(by_alpha), HEADROOM_CAPTION, "bars of headroom and realised gain per alpha"),
-    }
-    return [
-        Picture(plots.save_png(figure, page / f"{name}-{part}.png"), caption, alt, wide=part in WIDE)
-        for part, (figure, caption, alt) in drawn.items()
-    ]
 
 
 def shares_table(by_alpha: dict[str, dict]) -> Table:
@@ -131,31 +136,66 @@ def shares_table(by_alpha: dict[str, dict]) -> Table:
         "headroom TV(p, π), points": ("mean_headroom_tv", lambda found: points(found, 2)),
         "flipped choices, points": ("mean_headroom_flip", lambda found: points(found, 2)),
         "acceptance, expert-aligned": ("acceptance_expert_aligned", percent),
-        "acceptance, oracle": ("acceptance_contrast_aligned", percent),
         "top-1, expert-aligned": ("top1_expert_aligned", percent),
-        "top-1, oracle": ("top1_contrast_aligned", percent),
     }
+    for kind, words in KINDS.items():
+        if f"acceptance_{kind}" in by_alpha["pooled"]:
+            columns[f"acceptance, {words}"] = (f"acceptance_{kind}", percent)
+            columns[f"top-1, {words}"] = (f"top1_{kind}", percent)
     rows = [
-        [_alpha_name(alpha), count(found["positions"]), *(write(found[key]) for key, write in columns.values())]
-        for alpha, found in by_alpha.items()
+        [_alpha_name(alpha), count(found["positions"]), *_written(found, columns)] for alpha, found in by_alpha.items()
     ]
     rows.append(
-        ["paper, pooled", "", f"{100 * paper.SIGNAL_BELOW_1:.1f}%", f"{100 * paper.ERROR_ABOVE_2:.1f}%", *[""] * 6]
+        [
+            "paper, pooled",
+            "",
+            f"{100 * paper.SIGNAL_BELOW_1:.1f}%",
+            f"{100 * paper.ERROR_ABOVE_2:.1f}%",
+            *[""] * (len(columns) - 2),
+        ]
     )
     return Table("Headline figures, with 95% intervals over prompts", ["alpha", "positions", *columns], rows)
+
+
+def _written(found: dict, columns: dict) -> list[str]:
+    """The columns of one row; empty where a quantity was not measured."""
+    return [write(found[key]) if key in found else "" for key, write in columns.values()]
+
+
+def settings_table(found: dict[str, dict[str, dict]]) -> Table:
+    """The headline figures of every pair and data set alone, at every contrast strength, and pooled by count."""
+    columns = {
+        "signal < 1 nat": ("share_signal_below_1", percent),
+        "error ≥ 2 nats": ("share_error_above_2", percent),
+        "headroom TV(p, π), points": ("mean_headroom_tv", lambda entry: points(entry, 2)),
+        "acceptance, expert-aligned": ("acceptance_expert_aligned", percent),
+    }
+    for kind, words in KINDS.items():
+        columns[f"dTop1, {words}, points"] = (f"gain_top1_{kind}", lambda entry: points(entry, 2, sign=True))
+    used = [entry for by_alpha in found.values() for entry in by_alpha.values()]
+    columns = {title: column for title, column in columns.items() if any(column[0] in entry for entry in used)}
+    rows = [
+        [name, _alpha_name(alpha), count(entry["positions"]), *_written(entry, columns)]
+        for name, by_alpha in found.items()
+        for alpha, entry in by_alpha.items()
+    ]
+    return Table("Each pair and data set alone, and pooled", ["", "alpha", "positions", *columns], rows, folded=True)
 
 
 def means_table(by_alpha: dict[str, dict]) -> Table:
     """The mean of every recorded quantity, with its definition."""
     known = {column.name: column for column in POSITIONS}
-    names = [name for name in (*MEANS, "amateur_error") if f"mean_{name}" in by_alpha["pooled"]]
+    names = [name for name in (*MEANS, *OPTIONAL_MEANS) if f"mean_{name}" in by_alpha["pooled"]]
     rows = []
     for name in names:
         unit = known[name].unit or "share"
-        values = [plain(found[f"mean_{name}"], 3) for found in by_alpha.values()]
+        values = [plain(found[f"mean_{name}"], 3) if f"mean_{name}" in found else "" for found in by_alpha.values()]
         rows.append([name, known[name].meaning, unit, *values])
     headers = ["quantity", "definition", "unit", *(_alpha_name(alpha) for alpha in by_alpha)]
-    legend = "p expert, q amateur, e drafter, π target, x* = argmax π, o oracle draft"
+    legend = (
+        "p expert, q amateur, e drafter, π target, x* = argmax π, o oracle draft, f drafter aligned with the amateur, "
+        "c direct draft, r stronger proposer, [a, b] ~ a^(1+α) b^(-α), s = log p/q, u = log e/p, v = log f/q"
+    )
     return Table(f"Mean of every recorded quantity ({legend})", headers, rows, folded=True)
 
 
@@ -167,6 +207,6 @@ def _alpha_name(alpha: str) -> str:
     return alpha if alpha == "pooled" else f"α = {alpha}"
 
 
-def _where(records: Records) -> str:
-    pairs, sets = (records.rows[name].unique().tolist() for name in ("pair", "dataset"))
+def _where(rows: pd.DataFrame) -> str:
+    pairs, sets = (rows[name].unique().tolist() for name in ("pair", "dataset"))
     return f"{listed(pairs)}, on {listed(sets)}"

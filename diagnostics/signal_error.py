@@ -7,12 +7,12 @@ For every alpha, vanilla contrastive decoding writes one greedy answer to each p
 expert, amateur and head are run once more, teacher-forced, and every quantity of `diagnostics.records.POSITIONS` is
 taken at every position that a drafter would draft (all but the answer's first token, which the prefill gives).
 
-Beside the oracle draft (the head corrected by the true amateur) stand, where they are given, `--direct_head`, trained
-on the contrast; `--amateur_head`, which with the head makes the dual draft; and `--stronger`, a full model in the head's
-place. Several prompt files are several data sets; several pairs are several runs, which the report pools.
+Beside the oracle draft (the head corrected by the true amateur) stand, where they are given, `--direct_head`,
+trained on the contrast; `--amateur_head`, which with the head makes the dual draft; and `--stronger`, a full model in
+the head's place. Several prompt files are several data sets; several pairs are several runs, which the report pools.
 
-Under a launcher (`deepspeed diagnostics/signal_error.py ...`) the ranks share the prompts out, and the records are those
-of one rank. Writes positions.parquet and metrics.json. A stopped run goes on where it was.
+Under a launcher (`deepspeed diagnostics/signal_error.py ...`) the ranks share the prompts out, and the records are
+those of one rank. Writes positions.parquet and metrics.json. A stopped run goes on where it was.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
@@ -21,80 +21,45 @@ from dataclasses import asdict, dataclass, field
 
 from tabulate import tabulate
 
-from dcd_core.chat import template_arguments
-from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, versions
+from dcd_core.config import finish_run, git_sha, parse_config, refuse_taken, run_entry, versions
 from dcd_core.decode import Prompt
+from dcd_core.errors import UserError
 from dcd_core.processes import Ranks, join
-from dcd_core.prompts import read_prompts
 from diagnostics.histories import History, Study, load_study, merged, roll_out
 from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts, at_every_alpha, begin
 from diagnostics.position_summary import KINDS, summarise_by_alpha
 from diagnostics.records import read_records, write_records
+from diagnostics.study_flags import StudyFlags
 from diagnostics.wording import points
 
 
-@dataclass
-class Config:
+@dataclass(kw_only=True)
+class Config(StudyFlags):
     """Settings of the signal-versus-error study."""
 
-    expert: str = field(metadata={"help": "expert: model folder or hub id"})
-    amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
-    head: str = field(metadata={"help": "expert-aligned EAGLE3 head: folder or hub id"})
-    prompts: list[str] = field(metadata={"help": "held-out prompts, JSONL {id, messages}; a data set a file"})
-    output: str = field(metadata={"help": "folder for the records"})
-    alphas: list[float] = field(
-        default_factory=lambda: [0.1, 0.3, 0.5, 1.0], metadata={"help": "contrast strengths; one rollout set for each"}
-    )
+    head: str = field(metadata={"help": "expert-aligned head: EAGLE3, or train-alpha 0 of a family"})
     amateur_head: str = field(default="", metadata={"help": "head aligned with the amateur: adds the dual draft"})
     direct_head: list[str] = field(
         default_factory=list,
         metadata={"help": "head trained on the contrast, one for all alphas or one of each in their order"},
     )
     stronger: str = field(default="", metadata={"help": "full model in the head's place, beside the true amateur"})
-    limit: int = field(default=0, metadata={"help": "use the first so many prompts of each file (0: all)"})
-    max_new_tokens: int = field(default=64, metadata={"help": "tokens of each rollout"})
-    batch: int = field(
-        default=8, metadata={"help": "prompts at a time; finished batches are kept when a run is stopped"}
-    )
-    dtype: str = field(default="float32", metadata={"help": "float32 or bfloat16"})
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
-    dataset: list[str] = field(
-        default_factory=list, metadata={"help": "names of the prompt files in the records (default: the files' names)"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
-    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
-    template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
-    overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
     def __post_init__(self):
-        template_arguments(self.template_args)  # refused here if it is not JSON
-        if not self.alphas or min(self.alphas) < 0:
-            raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
-        if len(set(self.alphas)) < len(self.alphas):
-            raise ValueError(f"--alphas names a contrast strength twice: {self.alphas}")
-        if self.max_new_tokens < 2:
-            raise ValueError("--max_new_tokens must be at least 2: an answer's first token is never drafted")
-        if not self.prompts or not all(self.prompts):
-            raise ValueError("--prompts needs a file of prompts, or several")
-        self.dataset = self.dataset or [short_name(path).removesuffix(".jsonl") for path in self.prompts]
-        if len(self.dataset) != len(self.prompts) or len(set(self.dataset)) < len(self.dataset):
-            raise ValueError(f"--dataset must name each file of --prompts once, got {self.dataset}")
+        super().__post_init__()
         if len(self.direct_head) not in (0, 1, len(self.alphas)):
             raise ValueError(
                 f"--direct_head takes one head for all alphas or one of each; got {len(self.direct_head)} heads for "
                 f"{len(self.alphas)} alphas"
             )
-        refuse_below(self, batch=1, resamples=1, limit=0, seed=0)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Roll out, measure, write the records, print the shares."""
     config = parse_config(Config, argv, description=__doc__)
     refuse_taken(config.output, config.overwrite)
-    arguments = template_arguments(config.template_args)
-    read = [read_prompts(path, config.expert, config.limit, **arguments) for path in config.prompts]
-    prompts = dict(zip(config.dataset, (found for found, _ in read), strict=True))
+    prompts, stops = config.read_prompts()
     ranks = join(config.device)
     study = load_study(
         config.expert,
@@ -106,8 +71,9 @@ def main(argv: list[str] | None = None) -> int:
         config.direct_head,
         config.stronger,
     )
+    refuse_other_alphas(config, study)
     parts, folder = begin(config, argv, result_settings(config), ranks)
-    pieces = measure(study, prompts, read[0][1], config, parts, ranks)
+    pieces = measure(study, prompts, stops, config, parts, ranks)
     if not ranks.first:
         return 0
     pair = " / ".join(short_name(name) for name in (config.expert, config.amateur, config.head))
@@ -121,6 +87,18 @@ def main(argv: list[str] | None = None) -> int:
     parts.remove()
     print_summary(by_alpha)
     return 0
+
+
+def refuse_other_alphas(config: Config, study: Study) -> None:
+    """Several direct heads stand in the order of the alphas. Raises UserError for one that was trained for another."""
+    if len(study.direct) < 2:
+        return
+    for name, head, alpha in zip(config.direct_head, study.direct, config.alphas, strict=True):
+        if head.config.train_alpha not in (None, alpha):
+            raise UserError(
+                f"{name} was trained on alpha {head.config.train_alpha:g}, and stands where --alphas has {alpha:g}; "
+                "give the heads of --direct_head in the order of --alphas"
+            )
 
 
 def result_settings(config: Config) -> dict:

@@ -11,9 +11,9 @@ def points(found: dict, digits: int = 1, sign: bool = False) -> str:
     return _with_interval(found, 100, digits, "", sign)
 
 
-def plain(found: dict, digits: int = 2) -> str:
+def plain(found: dict, digits: int = 2, sign: bool = False) -> str:
     """A number with its interval, "1.95 [1.86, 2.03]"."""
-    return _with_interval(found, 1, digits, "")
+    return _with_interval(found, 1, digits, "", sign)
 
 
 def count(number: int) -> str:

@@ -86,6 +86,25 @@ def with_drafts(columns: dict[str, np.ndarray], dual: float = 0.02, direct: floa
     return found
 
 
+def dual_replays(positions: dict, gamma: int = 5, dual: float = 0.0, seed: int = 2) -> dict[str, list]:
+    """Replays that fit `with_drafts` positions; `dual` is what the dual draft adds to a per-token rate of .5."""
+    generator = np.random.default_rng(seed)
+    keys = ("pair", "dataset", "prompt_id", "alpha")
+    texts = dict.fromkeys(zip(*(np.asarray(positions[key]).tolist() for key in keys), strict=True))
+    rates = {("target", gamma): 0.5, ("target", 2 * gamma): 0.5, ("dual", gamma): 0.5 + dual}
+    rates |= {("oracle", gamma): 0.52, ("exact_expert", gamma): 0.7}
+    rows = []
+    for text in texts:
+        luck = generator.normal(0, 0.02)
+        for (draft, drafts), rate in rates.items():
+            rounds = 25
+            hits = generator.random((rounds, drafts)) < rate + luck
+            accepted = int(np.cumprod(hits, axis=1).sum())
+            counts = {"rounds": rounds, "accepted": accepted, "emitted": accepted + rounds}
+            rows.append(dict(zip(keys, text, strict=True)) | {"draft": draft, "gamma": drafts} | counts)
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
 def rounds(prompts: int = 20, alphas=(0.1, 0.5), repeats: int = 2, gamma: int = 5, tokens: int = 64, seed: int = 0):
     """Columns of a rounds table: two costs per pass, accepted drafts by a constant acceptance per method."""
     generator = np.random.default_rng(seed)

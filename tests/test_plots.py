@@ -9,8 +9,9 @@ import pytest
 import synthetic_records
 from matplotlib.container import ErrorbarContainer
 
-from diagnostics import plots
-from diagnostics.position_summary import cells, marginals, summarise_by_alpha
+from diagnostics import plots, plots_signal
+from diagnostics.position_summary import cells, marginals
+from diagnostics.position_views import realised
 from diagnostics.round_summary import summarise_rounds
 
 
@@ -33,7 +34,7 @@ def printed(figure):
 
 def test_the_heat_map_prints_every_count_and_marks_the_few(rows):
     found = cells(rows, resamples=50)
-    figure = plots.signal_error_map(found, *marginals(rows))
+    figure = plots_signal.signal_error_map(found, *marginals(rows))
     shown = [int(text.split("n=")[1]) for text in printed(figure) if "n=" in text]
     assert sum(shown) == len(rows) and len(shown) == (found.counts > 0).sum()
     main = next(axes for axes in figure.axes if axes.images)
@@ -45,7 +46,7 @@ def test_the_heat_map_prints_every_count_and_marks_the_few(rows):
 @pytest.mark.parametrize("kind", ["top1", "acceptance"])
 def test_gain_maps_leave_empty_cells_empty(rows, kind):
     found = cells(rows[rows["signal"] < 1], resamples=50)
-    figure = plots.gain_map(found, kind)
+    figure = plots_signal.gain_map(found, kind)
     main = next(axes for axes in figure.axes if axes.images)
     values = [text.get_text() for text in main.texts]
     assert sum(bool(value) for value in values) == (found.counts > 0).sum()
@@ -69,9 +70,8 @@ def test_round_times_add_up(entries):
 
 
 def test_every_figure_is_saved_whole(rows, entries, tmp_path):
-    by_alpha = summarise_by_alpha(rows, resamples=50)
     figures = {
-        "headroom": plots.headroom_bars(by_alpha),
+        "headroom": plots_signal.headroom_bars(realised(rows, resamples=50)),
         "acceptance": plots.acceptance_lines(entries),
         "curve": plots.curves({"training": ([1, 2], [3.0, 2.0]), "held-out": ([2], [2.5])}, "step", "loss (nats)"),
     }
@@ -84,20 +84,18 @@ def test_every_figure_is_saved_whole(rows, entries, tmp_path):
 def test_one_prompt_is_drawn_without_intervals():
     frame = pd.DataFrame(synthetic_records.positions(prompts=1, length=40)).assign(amateur_error=np.nan)
     one = cells(frame, resamples=10)
-    assert not [text for text in plots.gain_map(one, "top1").axes[0].texts if text.get_weight() == "bold"]
+    assert not [text for text in plots_signal.gain_map(one, "top1").axes[0].texts if text.get_weight() == "bold"]
     rounds = pd.DataFrame(synthetic_records.rounds(prompts=1, repeats=1))
     many = pd.DataFrame(synthetic_records.positions(prompts=6, length=40)).assign(amateur_error=np.nan)
     drawn = {
-        "headroom": plots.headroom_bars(summarise_by_alpha(frame, resamples=10)),
+        "headroom": plots_signal.headroom_bars(realised(frame, resamples=10)),
         "speed": plots.speedup_bars(summarise_rounds(rounds, resamples=10)),
     }
     for name, figure in drawn.items():
         axes = figure.axes[0]
         assert len(axes.patches) > 1, f"{name}: the bars themselves are drawn"
         assert not interval_lines(axes), name
-    assert interval_lines(plots.headroom_bars(summarise_by_alpha(many, resamples=10)).axes[0]), (
-        "several prompts have them"
-    )
+    assert interval_lines(plots_signal.headroom_bars(realised(many, resamples=10)).axes[0]), "several prompts have them"
 
 
 def interval_lines(axes) -> list:

@@ -97,8 +97,8 @@ def everything(tmp_path):
 def test_the_page_holds_everything_and_needs_no_other_file(everything):
     page = make(everything)
     text = text_of(page)
-    assert page.count("data:image/png;base64,") == 4 + 3 + 3
-    assert len(list((everything / "page").glob("*.png"))) == 10
+    assert page.count("data:image/png;base64,") == 7 + 3 + 3
+    assert len(list((everything / "page").glob("*.png"))) == 13
     sources = re.findall(r"""(?:src|href)="([^"]{1,200})""", page)
     assert all(source.startswith(("data:", "../runs/")) for source in sources), sources
     assert "@import" not in page and "<script" not in page

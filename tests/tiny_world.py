@@ -11,10 +11,10 @@ from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
 
 
-def tiny_vocabulary() -> SimpleNamespace:
-    """The first ids and every third real one."""
+def tiny_vocabulary(step: int = 3) -> SimpleNamespace:
+    """The first ids and every third real one, or every so many."""
     t2d = torch.zeros(tiny.VOCAB, dtype=torch.bool)
-    t2d[::3] = t2d[:20] = True
+    t2d[::step] = t2d[:20] = True
     d2t = t2d.nonzero()[:, 0] - torch.arange(int(t2d.sum()))
     return SimpleNamespace(d2t=d2t, t2d=t2d)
 
@@ -24,10 +24,11 @@ def tiny_head(kind: str, seed: int = 1, **declared) -> Eagle3Head:
     return Eagle3Head.from_expert(tiny.tiny_config(kind), tiny_vocabulary(), seed=seed, **declared)
 
 
-def tiny_dual_input_head(kind: str) -> DualInputHead:
+def tiny_dual_input_head(kind: str, **declared) -> DualInputHead:
     """A random head that reads the amateur of the world too."""
     configs = tiny.tiny_config(kind), tiny.tiny_config(kind, 4)
-    head = DualInputHead.from_pair(*configs, tiny_vocabulary(), amateur_feature_layers=(1, 2, 3), seed=1)
+    taps = {"amateur_feature_layers": (1, 2, 3)}
+    head = DualInputHead.from_pair(*configs, tiny_vocabulary(), **taps, seed=1, **declared)
     own = head.config.feature_widths[0]
     with torch.no_grad():
         head.fc.weight[:, own:].normal_(0.0, 0.02, generator=torch.Generator().manual_seed(2))
@@ -47,6 +48,17 @@ def make_world(folder, kind: str = "smol", prompts: int = 5):
         lines.append(json.dumps({"id": f"p{index}", "messages": [{"role": "user", "content": words}], "source": "t"}))
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def add_drafters(world, kind: str = "smol"):
+    """To a world: other_amateur_head/, of a draft vocabulary of its own; direct/, a head that reads both models and was
+    trained on the contrast; and stronger/, a third model."""
+    config = tiny.tiny_config(kind)
+    other = Eagle3Head.from_expert(config, tiny_vocabulary(4), seed=3, aligned_with="amateur")
+    save_head(world / "other_amateur_head", other)
+    save_head(world / "direct", tiny_dual_input_head(kind, aligned_with="contrast", train_alpha=0.5))
+    tiny.save_tiny(world / "stronger", kind, seed=7)
+    return world
 
 
 def model_flags(world) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 
 from dcd_core.processes import Ranks, barrier, free_port, local_world, planned_world, usable_cores
 
-
 __all__ = [
     "Ranks",
     "add_up",

@@ -1,0 +1,59 @@
+"""Settings that every study over vanilla contrastive decoding's own greedy texts has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dcd_core.chat import template_arguments
+from dcd_core.config import refuse_below
+from dcd_core.decode import Prompt
+from dcd_core.prompts import read_prompts
+from diagnostics.loading import short_name
+
+
+@dataclass(kw_only=True)
+class StudyFlags:
+    """To be inherited by a script's dataclass."""
+
+    expert: str = field(metadata={"help": "expert: model folder or hub id"})
+    amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
+    prompts: list[str] = field(metadata={"help": "held-out prompts, JSONL {id, messages}; a data set a file"})
+    output: str = field(metadata={"help": "folder for the records"})
+    alphas: list[float] = field(
+        default_factory=lambda: [0.1, 0.3, 0.5, 1.0], metadata={"help": "contrast strengths; one rollout set for each"}
+    )
+    limit: int = field(default=0, metadata={"help": "use the first so many prompts of each file (0: all)"})
+    max_new_tokens: int = field(default=64, metadata={"help": "tokens of each rollout"})
+    batch: int = field(
+        default=8, metadata={"help": "prompts at a time; finished batches are kept when a run is stopped"}
+    )
+    dtype: str = field(default="float32", metadata={"help": "float32 or bfloat16"})
+    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
+    dataset: list[str] = field(
+        default_factory=list, metadata={"help": "names of the prompt files in the records (default: the files' names)"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
+    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
+    template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
+    overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
+
+    def __post_init__(self):
+        template_arguments(self.template_args)  # refused here if it is not JSON
+        if not self.alphas or min(self.alphas) < 0:
+            raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
+        if len(set(self.alphas)) < len(self.alphas):
+            raise ValueError(f"--alphas names a contrast strength twice: {self.alphas}")
+        if self.max_new_tokens < 2:
+            raise ValueError("--max_new_tokens must be at least 2: an answer's first token is never drafted")
+        if not self.prompts or not all(self.prompts):
+            raise ValueError("--prompts needs a file of prompts, or several")
+        self.dataset = self.dataset or [short_name(path).removesuffix(".jsonl") for path in self.prompts]
+        if len(self.dataset) != len(self.prompts) or len(set(self.dataset)) < len(self.dataset):
+            raise ValueError(f"--dataset must name each file of --prompts once, got {self.dataset}")
+        refuse_below(self, batch=1, resamples=1, limit=0, seed=0)
+
+    def read_prompts(self) -> tuple[dict[str, list[Prompt]], tuple[int, ...]]:
+        """The prompts by data set, and the ids that end an answer. Raises UserError, see `dcd_core.prompts`."""
+        arguments = template_arguments(self.template_args)
+        found = [read_prompts(path, self.expert, self.limit, **arguments) for path in self.prompts]
+        return dict(zip(self.dataset, (prompts for prompts, _ in found), strict=True)), found[0][1]
