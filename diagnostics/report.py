@@ -4,8 +4,9 @@
 
 `--runs` takes run folders, or folders that hold them: cross-alpha matrices (replays.parquet), dual-drafter studies
 (dual_replays.parquet), signal studies (positions.parquet; several are pooled too), benchmarks (rounds.parquet),
-identity checks, and trained heads or amateurs (metrics.json with a history). Writes index.html, with every figure embedded, and the figures as PNG beside it; an
-earlier report there is replaced. Needs no torch and no models; the same records give the same page.
+identity checks, and trained heads or amateurs (metrics.json with a history). Writes index.html, with every figure
+embedded, and the figures as PNG beside it; an earlier report there is replaced. Needs no torch and no models; the same
+records give the same page.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (a backend for plots without a display)
