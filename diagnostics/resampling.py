@@ -8,6 +8,7 @@ times, from several seeds, are a second level (`changes`). No torch here.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -105,13 +106,21 @@ def resampled_sums(sums: np.ndarray, resamples: int = RESAMPLES, seed: int = 0) 
     sums = np.asarray(sums, dtype=np.float64)
     if sums.ndim != 2 or len(sums) == 0:
         raise UserError("a bootstrap over prompts needs at least one prompt")
-    generator = np.random.default_rng(seed)
-    share = np.full(len(sums), 1 / len(sums))
-    blocks = []
-    for start in range(0, resamples, _BLOCK):
-        counts = generator.multinomial(len(sums), share, size=min(_BLOCK, resamples - start))
-        blocks.append(counts @ sums)
+    blocks = [counts.astype(np.float64) @ sums for counts in _draws(len(sums), resamples, seed)]
     return np.concatenate(blocks)
+
+
+@lru_cache(maxsize=4)
+def _draws(prompts: int, resamples: int, seed: int) -> list[np.ndarray]:
+    """How often each prompt is drawn in each resample, in blocks [resamples, prompts].
+
+    Kept, as drawing takes longer than summing: a page resamples the same prompts for every figure.
+    """
+    generator = np.random.default_rng(seed)
+    share = np.full(prompts, 1 / prompts)
+    kind = np.min_scalar_type(prompts)
+    sizes = [min(_BLOCK, resamples - start) for start in range(0, resamples, _BLOCK)]
+    return [generator.multinomial(prompts, share, size=size).astype(kind) for size in sizes]
 
 
 def interval(
