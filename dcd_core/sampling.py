@@ -93,7 +93,7 @@ def inverse_cdf(weights: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " 
     chunk = _first_above(running, wanted)
     before = torch.where(chunk > 0, running.gather(1, (chunk - 1).clamp_min(0)), 0.0)
     inside = weights.gather(1, chunk[..., None].expand(-1, 1, _CHUNK))[:, 0].cumsum(-1, dtype=torch.float64)
-    return (chunk * _CHUNK + _first_above(inside, wanted - before))[:, 0]
+    return (chunk * _CHUNK + _first_above(inside, wanted - before))[:, 0].clamp_max(vocab - 1)
 
 
 def largest(values: Float[Tensor, "*batch vocab"]) -> tuple[Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
@@ -114,4 +114,5 @@ def _first_above(running: Float[Tensor, "batch count"], wanted: Float[Tensor, "b
     """Index of the first running sum above ``wanted``; rounding may ask for one past the last step of the sum, so the
     index never passes the place where the total is reached."""
     total_reached = torch.searchsorted(running, running[:, -1:].contiguous())
-    return torch.minimum(torch.searchsorted(running, wanted, right=True), total_reached)
+    found = torch.minimum(torch.searchsorted(running, wanted, right=True), total_reached)
+    return found.clamp_max(running.shape[1] - 1)  # NaN has no place: any id will do, as the loop refuses the row

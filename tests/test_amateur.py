@@ -98,7 +98,7 @@ def test_chunks_give_the_same_loss(tmp_path, monkeypatch):
     for budget in (2**25, 96 * 5):
         monkeypatch.setattr(distil, "LOGIT_BUDGET", budget)
         module = Distil(prune(pair.expert.model, [0, 4], False), 96)
-        loss, sums = DistilStep(pair.expert)(module, texts.batch([0, 1, 2]), [10.0])
+        ((loss, sums),) = DistilStep(pair.expert)([module], texts.batch([0, 1, 2]), [10.0])
         loss.backward()
         results.append((loss, sums, module.amateur.model.norm.weight.grad))
     assert all(torch.allclose(one, two, rtol=1e-5) for one, two in zip(*results, strict=True))

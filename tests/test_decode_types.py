@@ -154,5 +154,5 @@ def test_a_head_that_overflows_is_refused(near, temperature):
     head = tiny_head(near[0])
     head.fc.weight.data[0, 0] = float("nan")
     settings = Settings(Target(alpha=0.1, temperature=temperature), max_new_tokens=4)
-    with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p0' .method dcd_eagle3."):
+    with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p.' .method dcd_eagle3."):
         decode(assemble("dcd_eagle3", near[0], head), PROMPTS, settings, max_batch=2)

@@ -196,3 +196,12 @@ def test_several_streams_are_the_streams_one_by_one():
     both = uniforms(keys, positions, (ACCEPT, FINAL), 4)
     assert torch.equal(both[0], uniforms(keys, positions, ACCEPT, 4))
     assert torch.equal(both[1], uniforms(keys, positions, FINAL, 4))
+
+
+@pytest.mark.parametrize("vocab", [7, 40000])
+def test_weights_that_are_nan_still_give_an_id(vocab):
+    """The loop refuses such a row, but only after the round; an id outside the vocabulary would stop it before."""
+    weights = torch.ones(3, vocab)
+    weights[1, vocab // 2], weights[2] = torch.nan, torch.nan
+    found = inverse_cdf(weights, torch.full((3,), 0.9, dtype=torch.float64))
+    assert ((found >= 0) & (found < vocab)).all()
