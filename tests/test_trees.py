@@ -1,6 +1,7 @@
 """Trees in the loop: EAGLE3's are those of chains down every path, and the text is that of the plain loop."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from dcd_core.methods import METHODS, assemble
 
 PROMPTS = some_prompts(5)
 SHAPES = [Shape(3, 2), Shape(4, 3, 7), Shape(2, 5, 9), Shape(5, 2, 3)]
-TREES = ["expert_sd", "dcd_ngram", "dcd_eagle3", "dcd_hybrid"]
+TREES = ["expert_sd", "dcd_ngram", "dcd_eagle3", "dcd_hybrid", "cross_alpha", "dual"]
+SAMPLED = ["dcd_eagle3", "cross_alpha", "dual"]
 
 
 def tree_settings(shape: Shape, temperature: float = 0.0, **fields) -> Settings:
@@ -160,7 +162,7 @@ def test_every_tree_gives_the_text_of_the_plain_loop(pairs, kind, shape, tempera
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
-@pytest.mark.parametrize("name, rule", [(name, "deterministic") for name in TREES] + [("dcd_eagle3", "sampled")])
+@pytest.mark.parametrize("name, rule", [*product(TREES, ["deterministic"]), *product(SAMPLED, ["sampled"])])
 def test_a_row_does_not_depend_on_its_neighbours(pairs, name, rule, shape):
     settings, method = tree_settings(shape, 1.0, rule=rule, stop_below=0.02), assembled(name, *pairs["llama3"])
     whole = decode(method, PROMPTS, settings, max_batch=3)
@@ -233,7 +235,7 @@ def test_a_broken_head_is_refused(pairs, rule):
     head = tiny_head(pair)
     head.fc.weight.data[0, 0] = float("nan")
     with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p0' .method dcd_eagle3."):
-        decode(assemble("dcd_eagle3", pair, head), PROMPTS, tree_settings(SHAPES[0], 1.0, rule=rule), max_batch=2)
+        decode(assemble("dcd_eagle3", pair, head), PROMPTS, tree_settings(SHAPES[0], 1.0, rule=rule, stop_ids=()), 2)
 
 
 @pytest.mark.parametrize("rule", ["sampled", "deterministic"])
