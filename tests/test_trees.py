@@ -1,6 +1,7 @@
 """Trees in the loop: EAGLE3's are those of chains down every path, and the text is that of the plain loop."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_every_tree_gives_the_text_of_the_plain_loop(pairs, kind, shape, tempera
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
-@pytest.mark.parametrize("name, rule", [(name, "deterministic") for name in TREES] + [("dcd_eagle3", "sampled")])
+@pytest.mark.parametrize("name, rule", [*product(TREES, ["deterministic"]), *product(SAMPLED, ["sampled"])])
 def test_a_row_does_not_depend_on_its_neighbours(pairs, name, rule, shape):
     settings, method = tree_settings(shape, 1.0, rule=rule, stop_below=0.02), assembled(name, *pairs["llama3"])
     whole = decode(method, PROMPTS, settings, max_batch=3)
