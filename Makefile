@@ -72,7 +72,7 @@ demo: $(STAMP) ## the whole of it on a small real pair, up to runs/demo/report/i
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/demo.yaml --started $(STARTED)
 
 # These start from a finished demo and leave their results in a folder of their own beside it.
-certify: demo ## is decoding lossless, and would the tests have seen it if it were not? one page (about 40 min)
+certify: demo ## is decoding lossless, and would the tests have seen it if it were not? one page (about an hour)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/certify.yaml
 
 identity: demo ## does every method write vanilla contrastive decoding's very text? (about 80 min)
