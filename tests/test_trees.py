@@ -23,6 +23,7 @@ from dcd_core.methods import METHODS, assemble
 PROMPTS = some_prompts(5)
 SHAPES = [Shape(3, 2), Shape(4, 3, 7), Shape(2, 5, 9), Shape(5, 2, 3)]
 TREES = ["expert_sd", "dcd_ngram", "dcd_eagle3", "dcd_hybrid", "cross_alpha", "dual"]
+SAMPLED = ["dcd_eagle3", "cross_alpha", "dual"]
 
 
 def tree_settings(shape: Shape, temperature: float = 0.0, **fields) -> Settings:
@@ -233,8 +234,8 @@ def test_a_broken_head_is_refused(pairs, rule):
     pair = pairs["smol"][0]
     head = tiny_head(pair)
     head.fc.weight.data[0, 0] = float("nan")
-    with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p.' .method dcd_eagle3."):
-        decode(assemble("dcd_eagle3", pair, head), PROMPTS, tree_settings(SHAPES[0], 1.0, rule=rule), max_batch=2)
+    with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p0' .method dcd_eagle3."):
+        decode(assemble("dcd_eagle3", pair, head), PROMPTS, tree_settings(SHAPES[0], 1.0, rule=rule, stop_ids=()), 2)
 
 
 @pytest.mark.parametrize("rule", ["sampled", "deterministic"])
