@@ -1,26 +1,20 @@
 """The signal study with every kind of draft, several data sets and several processes, on tiny models."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from launched import launch
 from tiny_world import add_drafters, make_world, model_flags
-from toy_training import GROUP
 
 import diagnostics.signal_error as entry
 from dcd_core.contrast import Target, target_log_probs
 from dcd_core.divergence import kl
 from dcd_core.errors import UserError
-from dcd_core.processes import free_port
 from dcd_core.prompts import read_prompts
 from diagnostics.histories import History, load_study, roll_out
 from diagnostics.records import read_records
 
-ROOT = Path(__file__).resolve().parent.parent
 DRAFTERS = ("amateur_head", "direct_head", "stronger")
 
 
@@ -103,24 +97,12 @@ def test_the_rows_are_those_of_plain_passes(world):
 
 def test_two_processes_give_the_records_of_one(world, one_rank, tmp_path):
     """Behind the real launcher; the ranks share the batches out, the first merges what both have measured."""
-    environment = {name: value for name, value in os.environ.items() if name not in GROUP}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators=2"]
-    command = ["diagnostics/signal_error.py", *flags(world, tmp_path / "two")]
-    done = subprocess.run(
-        [*launcher, f"--master_port={free_port()}", *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = launch("diagnostics/signal_error.py", *flags(world, tmp_path / "two"))
     one, two = rows_of(one_rank), rows_of(tmp_path / "two")
     assert one.provenance["content_hash"] == two.provenance["content_hash"]
     read = [json.loads((folder / "metrics.json").read_text()) for folder in (one_rank, tmp_path / "two")]
     assert read[0] == read[1]
-    assert done.stdout.count("percent of positions") == 1, "one rank prints"
+    assert printed.count("percent of positions") == 1, "one rank prints"
 
 
 def test_each_rank_measures_its_share(world, tmp_path, monkeypatch):

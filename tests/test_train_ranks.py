@@ -1,39 +1,17 @@
 """Two CPU ranks behind the deepspeed launcher: the same head as one rank with twice the batch; sharded runs resume."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from toy_training import GROUP, family_flags, flags, head_weights, make_toy_pair
+from launched import launch
+from toy_training import family_flags, flags, head_weights, make_toy_pair
 
 from dcd_core.heads.family import Family
 from train import cross_alpha
 from train.eagle3 import main
-from train.processes import free_port
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS = ["--max_steps=10", "--epochs=3"]
-
-
-def launch(*command: str) -> None:
-    """Two ranks of a script, as ``deepspeed --num_accelerators 2 SCRIPT ...`` starts them."""
-    # the variables of this process's own group must not reach the launcher
-    environment = {name: value for name, value in os.environ.items() if name not in GROUP}
-    path = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators=2"]
-    done = subprocess.run(
-        [*launcher, f"--master_port={free_port()}", *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
