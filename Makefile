@@ -10,6 +10,10 @@ VENV_MIN ?= .venv-min
 # Processes for the tests; each one computes with a single thread.
 TEST_JOBS ?= 2
 
+# What `make report` draws from, run folders or folders of them, and where to.
+RECORDS ?= runs
+REPORT ?= runs/report
+
 # Threads that wait without sleeping make every other process on the machine slow.
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
@@ -25,7 +29,7 @@ RUN := $(VENV)/bin/python
 OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py tests/test_batch.py tests/test_decode_types.py \
   tests/test_custom_generate.py
 
-.PHONY: help setup test test-newest test-oldest quality demo certify identity speed decoders head-300k clean
+.PHONY: help setup test test-newest test-oldest quality demo certify identity speed decoders head-300k report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -86,6 +90,10 @@ decoders: demo ## every decoder on the demo's pair: trees, hybrid, deferred, bat
 
 head-300k: demo ## a head trained on 300 k tokens, and its accepted length on the way (about 60 min)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/head_300k.yaml
+
+# Redrawn from what is there: nothing is run again, whatever has changed since.
+report: $(STAMP) ## redraw one page from the records of finished runs: RECORDS="folder ..." REPORT=folder (a minute)
+	@$(RUN) diagnostics/report.py --records $(RECORDS) --output $(REPORT)
 
 clean: ## remove the environments and caches of tools; runs/ stays
 	rm -rf $(VENV) $(VENV_MIN) *.egg-info build .pytest_cache .ruff_cache

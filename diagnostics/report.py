@@ -1,11 +1,13 @@
 """One self-contained HTML page from the records of finished runs.
 
-    python diagnostics/report.py --runs runs/demo --output runs/demo/report
+    python diagnostics/report.py --records runs/demo --output runs/demo/report
 
-`--runs` takes run folders, or folders that hold them: cross-alpha matrices (replays.parquet), dual-drafter studies
+`--records` takes run folders, or folders that hold them: cross-alpha matrices (replays.parquet), dual-drafter studies
 (dual_replays.parquet), signal studies (positions.parquet; several are pooled too), benchmarks (rounds.parquet),
 identity checks, and trained heads or amateurs (metrics.json with a history). Writes index.html, with every figure
-embedded, and the figures as PNG beside it; an earlier report there is replaced. Needs no torch and no models; the same
+embedded, and the figures as PNG beside it; an earlier report there is replaced. TensorBoard gets every figure and the
+headline numbers too, as one more run: in tensorboard/ in the output folder, where `tensorboard --logdir runs/demo` finds
+them beside the training curves, or in the folder that `--tensorboard` names. Needs no torch and no models; the same
 records give the same page.
 """
 
@@ -16,9 +18,10 @@ from pathlib import Path
 
 from dcd_core.config import git_sha, is_free, make_folder, parse_config, refuse_below, run_entry
 from dcd_core.errors import UserError
-from dcd_core.files import TEMPORARY, remove, write_text_atomic
+from dcd_core.files import TEMPORARY, check_output_folder, remove, write_text_atomic
 from diagnostics import paper
 from diagnostics.pages import fill_page
+from diagnostics.report_board import write_board
 from diagnostics.report_cross_alpha import cross_alpha_section
 from diagnostics.report_dual import dual_section
 from diagnostics.report_runs import Run, Section, find_runs
@@ -42,15 +45,19 @@ SECTIONS = {
 class Config:
     """Settings of the report."""
 
-    runs: list[str] = field(metadata={"help": "run folders, or folders that hold them"})
+    records: list[str] = field(metadata={"help": "run folders, or folders that hold them", "aliases": ["--runs"]})
     output: str = field(metadata={"help": "folder for index.html and the PNGs"})
+    tensorboard: str = field(
+        default="",
+        metadata={"help": "folder for the figures in TensorBoard (default: tensorboard/ in the output folder)"},
+    )
     title: str = field(default="", metadata={"help": "title of the page (default: the pair's names)"})
     resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
 
     def __post_init__(self):
-        if not self.runs or not all(self.runs):
-            raise ValueError("--runs needs a folder of finished runs, or several")
+        if not self.records or not all(self.records):
+            raise ValueError("--records needs a folder of finished runs, or several")
         refuse_below(self, resamples=1, seed=0)
 
 
@@ -59,19 +66,21 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
     folder = Path(config.output)
     refuse_foreign(config.output)
-    runs, notes = find_runs(config.runs)
+    board = check_output_folder(config.tensorboard or folder / "tensorboard")
+    runs, notes = find_runs(config.records)
     for note in notes:
         print(note)
     new = not folder.exists()
     make_folder(folder)
     try:
-        page = render(build_sections(runs, config), runs, notes, config)
-        write_text_atomic(folder / PAGE, page)
+        sections = build_sections(runs, config)
+        write_text_atomic(folder / PAGE, render(sections, runs, notes, config))
     except UserError:
         if new:  # the pictures of the runs before the bad one
             remove(folder)
         raise
-    print(f"wrote {folder / PAGE}")
+    write_board(board, sections)
+    print(f"wrote {folder / PAGE}; the figures in TensorBoard: tensorboard --logdir {board}")
     return 0
 
 
@@ -96,6 +105,7 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
             sections.append(pooled_section(own, page, config.resamples, config.seed))
         for run in own:
             section = build(run, page, config.resamples, config.seed)
+            section.name = run.name
             if len(own) > 1:  # else several topics of the opening would have one name
                 section.headlines = [replace(one, topic=f"{one.topic}, {run.name}") for one in section.headlines]
             sections.append(section)

@@ -43,7 +43,21 @@ def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Sect
     section.pictures = pictures(found, page, run.name)
     section.tables = [summary_table(found), matrix_table(found), cells_table(found)]
     section.records = link(run.folder / "replays.parquet", page)
+    section.scalars = scalars(found)
     return section
+
+
+def scalars(found: dict) -> dict[str, float]:
+    """Of every infer-alpha, what training on it changed and what aiming at it could add; L of every cell."""
+    values = {}
+    for entry in found["verdicts"]:
+        for name in ("change", "acceptance_change", "top1_change", "headroom_tv", "headroom_flip"):
+            if name in entry:
+                values[f"{name}/infer_{entry['infer_alpha']:g}"] = entry[name]["estimate"]
+    for train, lengths in zip(found["train_alphas"], found["lengths"], strict=True):
+        for infer, length in zip(found["infer_alphas"], lengths, strict=True):
+            values[f"length/train_{train:g}/infer_{infer:g}"] = length
+    return values
 
 
 def headlines(found: dict) -> list[Headline]:

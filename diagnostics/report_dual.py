@@ -42,9 +42,20 @@ def dual_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
         HOW.format(gamma=gamma, seeds=f"{seeds} training seeds, pooled" if seeds > 1 else "one pair of heads")
     ]
     section.pictures = pictures(positions, found, page, run.name)
+    section.scalars = scalars(found)
     section.tables = [length_table(found), variance_table(found)]
     section.records = link(run.folder / "dual_replays.parquet", page)
     return section
+
+
+def scalars(found: list[dict]) -> dict[str, float]:
+    """Accepted length of every kind of draft, and where the reconstruction is nearer to the target."""
+    values = {}
+    for entry in found:
+        where = f"{entry['dataset']}/alpha_{entry['alpha']:g}"
+        values |= {f"length_{kind}/{where}": draft["length"]["estimate"] for kind, draft in entry["drafts"].items()}
+        values[f"share_closer/{where}"] = entry["share_closer"]["estimate"]
+    return values
 
 
 def verdict_sentence(found: list[dict]) -> str:

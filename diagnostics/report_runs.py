@@ -3,7 +3,7 @@
 import base64
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcd_core.errors import UserError
@@ -27,10 +27,12 @@ class Run:
     kind: str
     metrics: dict
     provenance: dict[str, str]
+    label: str = ""
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        """What the page and its pictures call the run: no other run of the report has this name."""
+        return self.label or self.folder.name
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Section:
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     records: str = ""
+    name: str = ""
+    scalars: dict[str, float] = field(default_factory=dict)  # the headline numbers, for TensorBoard
 
 
 def find_runs(folders: list[str]) -> tuple[list[Run], list[str]]:
@@ -90,7 +94,7 @@ def find_runs(folders: list[str]) -> tuple[list[Run], list[str]]:
     for given in folders:
         root = Path(given)
         if not root.is_dir():
-            raise UserError(f"{root} is not a folder; --runs takes folders of finished runs")
+            raise UserError(f"{root} is not a folder; --records takes folders of finished runs")
         for folder in _folders(root):
             if folder in found:
                 continue
@@ -105,7 +109,21 @@ def find_runs(folders: list[str]) -> tuple[list[Run], list[str]]:
     if not found:
         more = f" ({'; '.join(notes)})" if notes else ""
         raise UserError(f"no finished run in {', '.join(map(str, folders))}: nothing to report{more}")
-    return list(found.values()), notes
+    return _named_apart(list(found.values())), notes
+
+
+def _named_apart(runs: list[Run]) -> list[Run]:
+    """Runs of one folder name get as much of their path before it as tells them apart: demo-signal, toy-signal."""
+    parts = [run.folder.resolve().parts for run in runs]
+    sizes = [1] * len(runs)
+    while True:
+        labels = ["-".join(own[-size:]) for own, size in zip(parts, sizes, strict=True)]
+        clash = [
+            labels.count(label) > 1 and size < len(own) for label, own, size in zip(labels, parts, sizes, strict=True)
+        ]
+        if not any(clash):
+            return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+        sizes = [size + more for size, more in zip(sizes, clash, strict=True)]
 
 
 def link(target: Path, page: Path) -> str:

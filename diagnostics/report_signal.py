@@ -52,12 +52,25 @@ def _section(title: str, found: list[Records], page: Path, name: str, resamples:
         Headline("Headroom", headroom_sentence(by_alpha), gains_sentence(by_alpha)),
     ]
     section.text = [how(found, by_alpha)]
+    section.name, section.scalars = name, scalars(by_alpha)
     section.pictures = pictures(rows, bounds, page, name, resamples, seed)
     section.tables = [shares_table(by_alpha)]
     if len(settings_of(rows)) > 1:
         section.tables.append(settings_table(each_and_pooled(rows, resamples, seed)))
     section.tables += view_tables(rows, bounds, resamples, seed) + [means_table(by_alpha)]
     return section
+
+
+def scalars(by_alpha: dict[str, dict]) -> dict[str, float]:
+    """The headline figures, pooled and at every contrast strength."""
+    names = ["share_signal_below_1", "share_error_above_2", "mean_headroom_tv", "mean_headroom_flip"]
+    names += [f"{what}_{kind}" for kind in KINDS for what in ("gain_acceptance", "gain_top1")]
+    return {
+        f"{name}/{_alpha_tag(alpha)}": found[name]["estimate"]
+        for alpha, found in by_alpha.items()
+        for name in names
+        if name in found
+    }
 
 
 def shares_sentence(pooled: dict) -> str:
@@ -205,6 +218,10 @@ def _alphas(by_alpha: dict[str, dict]) -> dict[str, dict]:
 
 def _alpha_name(alpha: str) -> str:
     return alpha if alpha == "pooled" else f"α = {alpha}"
+
+
+def _alpha_tag(alpha: str) -> str:
+    return alpha if alpha == "pooled" else f"alpha_{alpha}"
 
 
 def _where(rows: pd.DataFrame) -> str:

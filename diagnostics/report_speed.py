@@ -37,12 +37,24 @@ def speed_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
         words = agreement_sentence(run.metrics["agreement"])
         section.headlines.append(Headline("Same text? Speed run", words, f"The timed texts of '{run.name}'."))
     section.text = [how(settings, entries)]
+    section.scalars = scalars(entries)
     section.pictures = pictures(entries, page, run.name)
     section.tables = [speed_table(entries), *saved_table(entries), split_table(entries)]
     if latency:
         section.tables.append(latency_table(latency))
     section.records = link(run.folder / "rounds.parquet", page)
     return section
+
+
+def scalars(entries: list[dict]) -> dict[str, float]:
+    """Speed, speed-up and accepted length of every method at every contrast strength."""
+    names = ("tokens_per_second", "speedup", "accepted_length")
+    return {
+        f"{name}/{entry['method']}/alpha_{entry['alpha']}": entry[name]["estimate"]
+        for entry in entries
+        for name in names
+        if name in entry
+    }
 
 
 def speed_headlines(entries: list[dict]) -> list[Headline]:
@@ -197,6 +209,7 @@ def identity_section(run: Run, page: Path, resamples: int, seed: int) -> Section
     ]
     section.tables = [Table("Texts compared", ["check", "texts", "equal", "part at a near-tie", "differ"], rows)]
     section.records = link(run.folder / "metrics.json", page)
+    section.scalars = {name: sum(check[name] for check in checks) for name in ("equal", "near_ties", "different")}
     return section
 
 

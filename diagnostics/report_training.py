@@ -32,6 +32,11 @@ def training_section(run: Run, page: Path, resamples: int, seed: int) -> Section
         path = plots.save_png(figure, page / f"{run.name}-{group}.png")
         section.pictures.append(Picture(path, f"{LABELS.get(group, group)} during training of {run.name}.", group))
     section.tables = held_out_tables(metrics)
+    section.scalars = {
+        name: value
+        for name, value in (metrics.get("eval", {}) | metrics.get("held_out", {})).items()
+        if isinstance(value, int | float)
+    }
     section.records = link(run.folder / "metrics.json", page)
     return section
 

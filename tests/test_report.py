@@ -1,67 +1,21 @@
 """The page is whole, says what the records say (the unwelcome too), and refuses what it cannot trust."""
 
-import json
 import re
 
 import numpy as np
 import pytest
 import synthetic_records
+from synthetic_runs import LATENCY, amateur_run, benchmark_run, head_run, identity_run, signal_run, write_metrics
 
 import diagnostics.report as entry
 from dcd_core.errors import UserError
-from diagnostics.records import write_records
 from diagnostics.wording import listed, percent, plain, points
-
-LATENCY = {"expert": {"1": 38.0, "6": 38.0}, "amateur": {"1": 22.0, "6": 22.0}, "head": {"1": 3.0, "6": 3.0}}
-HISTORY = [
-    {"step": 10, "loss": 4.0, "accuracy/0": 0.3, "accuracy/1": 0.2, "lr": 1e-4},
-    {
-        "step": 20,
-        "loss": 3.0,
-        "accuracy/0": 0.4,
-        "accuracy/1": 0.3,
-        "lr": 1e-4,
-        "eval_loss": 3.1,
-        "eval_accepted_length": 1.2,
-    },
-]
-
-
-def provenance(**settings):
-    return {"settings": settings, "versions": {"python": "3"}, "git_sha": "0123abc"}
-
-
-def write_metrics(folder, metrics):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.json").write_text(json.dumps(metrics))
-    (folder / "config.yaml").write_text(f"marker: settings-of-{folder.name}\n")
-    (folder / "command.txt").write_text(f"made {folder.name} <with> & without\n")
-
-
-def signal_run(folder, columns=None):
-    columns = columns or synthetic_records.positions(prompts=12, length=30)
-    write_records(folder / "positions.parquet", "positions", columns, provenance(dtype="float32"))
-    write_metrics(folder, {"pair": "big / small / head", "dataset": "held-out"})
-
-
-def benchmark_run(folder, latency=LATENCY, agreement=()):
-    settings = provenance(gamma=5, temperature=0.0, max_new_tokens=64, repeats=1, dtype="bfloat16")
-    write_records(folder / "rounds.parquet", "rounds", synthetic_records.rounds(prompts=8, repeats=1), settings)
-    write_metrics(
-        folder,
-        {"pair": "big / small / head", "dataset": "d", "latency_ms": latency, "agreement": list(agreement)},
-    )
-
-
-def head_run(folder):
-    last = {"loss": 3.1, "accuracy/0": 0.41, "accuracy/1": 0.33, "accepted_length": 1.2}
-    write_metrics(
-        folder, {"steps": 20, "texts": 5, "tokens": 60000, "answer_tokens": 50000, "history": HISTORY, "eval": last}
-    )
 
 
 def make(tmp_path, *more):
-    assert entry.main([f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=200", *more]) == 0
+    assert (
+        entry.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=200", *more]) == 0
+    )
     return (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
 
 
@@ -73,11 +27,7 @@ def text_of(page):
 
 
 def test_an_amateur_is_described_by_how_near_it_is(tmp_path):
-    held_out = {"kl": 1.064, "top1_agreement": 0.587, "amateur_perplexity": 9.5}
-    times = {"expert_ms": 40.0, "amateur_ms": 24.0, "latency_ratio": 0.6}
-    history = [{"step": 10, "loss": 2.0, "accuracy/0": 0.5}]
-    metrics = {"steps": 10, "history": history, "held_out": held_out, "latency": times, "layers": [0, 1]}
-    write_metrics(tmp_path / "runs" / "amateur", metrics)
+    amateur_run(tmp_path / "runs" / "amateur")
     text = text_of(make(tmp_path))
     assert "agrees with the expert on 58.7% of held-out tokens, KL(expert||amateur) 1.06 nats" in text
     assert "One pass takes 0.60 of the expert's time" in text.replace("&#39;", "'")
@@ -89,8 +39,7 @@ def everything(tmp_path):
     signal_run(tmp_path / "runs" / "signal")
     benchmark_run(tmp_path / "runs" / "benchmark")
     head_run(tmp_path / "runs" / "head")
-    check = {"title": "scd = cd, alpha 0.1", "prompts": 100, "equal": 99, "near_ties": 1, "different": 0}
-    write_metrics(tmp_path / "runs" / "identity", {"checks": [check], "passed": True})
+    identity_run(tmp_path / "runs" / "identity")
     return tmp_path
 
 
@@ -158,7 +107,7 @@ def test_an_unfinished_run_is_left_out_and_said(everything, capsys):
 def test_refusals(tmp_path):
     def refused(message, *folders):
         with pytest.raises(UserError, match=message):
-            entry.main(["--runs", *map(str, folders), f"--output={tmp_path / 'page'}", "--resamples=50"])
+            entry.main(["--records", *map(str, folders), f"--output={tmp_path / 'page'}", "--resamples=50"])
         assert not (tmp_path / "page" / "index.html").exists()
 
     refused("nowhere is not a folder", tmp_path / "nowhere")
@@ -203,7 +152,7 @@ def test_a_bad_record_leaves_no_folder_of_pictures(everything):
     "flags, message",
     [
         (["--seed=-1"], "--seed must be at least 0"),
-        (["--runs"], "--runs needs a folder"),
+        (["--records"], "--records needs a folder"),
         (["--output="], "output folder is empty"),
     ],
 )

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic_records
-from test_report import provenance, write_metrics
+from synthetic_runs import matrix_run
 
 from diagnostics import paper, plots_matrix
 from diagnostics.cross_alpha_summary import summarise_replays
@@ -18,9 +18,7 @@ from diagnostics.report_runs import Run
 
 def section_of(tmp_path, decoded=None, **options):
     folder = tmp_path / "runs" / "matrix"
-    columns = synthetic_records.replays(**({"prompts": 60} | options))
-    write_records(folder / "replays.parquet", "replays", columns, provenance(gamma=5, margin=0.01, max_new_tokens=64))
-    write_metrics(folder, {"pair": "big / small", "decoded": decoded or {"checked": 0}})
+    matrix_run(folder, decoded, **options)
     run = Run(folder, "cross_alpha", json.loads((folder / "metrics.json").read_text()), {})
     (tmp_path / "page").mkdir(exist_ok=True)
     return cross_alpha_section(run, tmp_path / "page", 400, 0)

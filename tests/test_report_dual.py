@@ -1,11 +1,8 @@
 """The dual-drafter section says what the records say, whichever way that is, with the paper's figures beside."""
 
-import json
-
-import numpy as np
 import pandas as pd
 import pytest
-import synthetic_records
+from synthetic_runs import dual_run, dual_tables
 
 import diagnostics.report as report
 from diagnostics import paper, plots_dual
@@ -15,26 +12,8 @@ from diagnostics.report_dual import dual_section, paper_cell, variance_counts
 from diagnostics.report_runs import Run, find_runs
 
 
-def tables(dual: float, prompts: int = 120, seeds: int = 1) -> tuple[dict, dict]:
-    """Positions and replays of so many pairs of heads."""
-    found = []
-    for seed in range(seeds):
-        columns = synthetic_records.with_drafts(synthetic_records.positions(prompts=prompts, length=6), seed=seed)
-        columns["pair"] = np.full(len(columns["signal"]), f"big / small / seed {seed}")
-        found.append((columns, synthetic_records.dual_replays(columns, dual=dual, seed=seed + 5)))
-    positions, replays = zip(*found, strict=True)
-    return (
-        {name: np.concatenate([part[name] for part in positions]) for name in positions[0]},
-        {name: [value for part in replays for value in part[name]] for name in replays[0]},
-    )
-
-
 def run_of(folder, dual: float, **more) -> Run:
-    positions, replays = tables(dual, **more)
-    settings = {"settings": {"gamma": 5}}
-    write_records(folder / "positions.parquet", "positions", positions, settings)
-    write_records(folder / "dual_replays.parquet", "dual_replays", replays, settings)
-    (folder / "metrics.json").write_text(json.dumps({"pair": "big / small"}))
+    dual_run(folder, dual, **more)
     return Run(folder, "dual drafter", {"pair": "big / small"}, {})
 
 
@@ -46,18 +25,18 @@ def test_a_clear_difference_is_said_either_way(tmp_path, dual, verdict, words):
     run = run_of(tmp_path / "run", dual)
     section = dual_section(run, tmp_path / "page", 300, 0)
     assert words in section.headlines[0].sentence
-    positions, replays = (pd.DataFrame(table) for table in tables(dual))
+    positions, replays = (pd.DataFrame(table) for table in dual_tables(dual))
     assert {entry["verdict"] for entry in summarise_dual(positions, replays, 5, 300)} == {verdict}
 
 
 def test_too_little_data_is_undecided():
-    positions, replays = (pd.DataFrame(table) for table in tables(0.005, prompts=12))
+    positions, replays = (pd.DataFrame(table) for table in dual_tables(0.005, prompts=12))
     assert {entry["verdict"] for entry in summarise_dual(positions, replays, 5, 300)} == {"undecided"}
 
 
 def test_a_difference_within_the_margin_is_no_gain():
     """The very same rounds in both arms, but for a drop in the dual one: surely no gain of 1%."""
-    positions, replays = (pd.DataFrame(table) for table in tables(0.0))
+    positions, replays = (pd.DataFrame(table) for table in dual_tables(0.0))
     base = replays[(replays["draft"] == "target") & (replays["gamma"] == 5)]
     replays.loc[replays["draft"] == "dual", "accepted"] = base["accepted"].to_numpy()
     assert {entry["verdict"] for entry in summarise_dual(positions, replays, 5, 300)} == {"no gain"}
@@ -65,7 +44,7 @@ def test_a_difference_within_the_margin_is_no_gain():
 
 def test_a_drafter_that_never_hits_has_no_share(tmp_path):
     run = run_of(tmp_path / "run", 0.0, prompts=6)
-    positions, replays = tables(0.0, prompts=6)
+    positions, replays = dual_tables(0.0, prompts=6)
     replays["accepted"] = [0] * len(replays["accepted"])
     write_records(run.folder / "dual_replays.parquet", "dual_replays", replays, {"settings": {"gamma": 5}})
     sentence = dual_section(run, tmp_path / "page", 50, 0).headlines[0].sentence
@@ -99,7 +78,7 @@ def test_tables_and_figures_name_the_papers_numbers(tmp_path):
 
 
 def test_the_map_counts_every_position_and_shares_those_above_the_line():
-    positions = pd.DataFrame(tables(0.0, prompts=20)[0])
+    positions = pd.DataFrame(dual_tables(0.0, prompts=20)[0])
     found = variance_counts(positions)
     assert list(found) == ["α = 0.1", "α = 0.5"]
     for alpha, (table, share) in zip((0.1, 0.5), found.values(), strict=True):
@@ -115,6 +94,6 @@ def test_the_report_knows_a_dual_run(tmp_path):
     run_of(tmp_path / "runs" / "dual", -0.08, prompts=40)
     runs, _ = find_runs([str(tmp_path / "runs")])
     assert [run.kind for run in runs] == ["dual drafter"]
-    assert report.main([f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
+    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "the dual drafter loses" in page and page.count("data:image/png") == 2
