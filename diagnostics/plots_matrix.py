@@ -60,7 +60,7 @@ def paper_matrices() -> Figure:
 def change_intervals(found: dict) -> Figure:
     """Every change of L with its 95% interval, against zero and the margin."""
     infers, trains = found["infer_alphas"], found["train_alphas"][1:]
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     axes = figure.add_subplot()
     margin = 100 * found["margin"]
     axes.axhspan(-margin, margin, color="#eeeeee", zorder=0, label=f"within ±{margin:g}% of L")
@@ -91,7 +91,7 @@ def ceiling_bars(verdicts: list[dict]) -> Figure:
         "headroom_flip": ("ceiling, greedy at T = 0: flipped choices", "#56B4E9", ".."),
         "top1_change": ("realised, greedy at T = 0", "#009E73", "xx"),
     }
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(kinds)
     for index, (name, (label, colour, hatch)) in enumerate(kinds.items()):
@@ -156,7 +156,7 @@ def _verdict_row(axes: Axes, found: dict) -> None:
         change = entry.get("change")
         words = ""
         if change is not None:
-            words = f"{100 * change['estimate']:+.1f}%"
+            words = f"{100 * change['estimate']:+.1f}%".replace("-0.0", "0.0").replace("+0.0", "0.0")
             if change["low"] is not None:
                 words += f"\n[{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
         place = found["infer_alphas"].index(entry["infer_alpha"])

@@ -83,9 +83,9 @@ def gain_map(cells: Cells, what: str, draft: str = "oracle") -> Figure:
     """Gain of one kind of contrast-aligned draft per cell, in points; `what` is "top1" or "acceptance"."""
     mean, low, high = (getattr(cells, f"gain_{what}{end}") for end in ("", "_low", "_high"))
     label = {"top1": "gain in top-1 matches with the target", "acceptance": "gain in acceptance rate"}[what]
-    figure = Figure(figsize=(7.0, 5.6), layout="constrained")
+    figure = Figure(figsize=(5.9, 5.0), layout="constrained")
     axes = figure.add_subplot()
-    _draw_gains(figure, axes, Grid(cells.counts, mean, low, high), f"{label}, {KINDS[draft]} (points", what == "top1")
+    _draw_gains(figure, axes, Grid(cells.counts, mean, low, high), f"{label},\n{KINDS[draft]} (points", what == "top1")
     _label_buckets(axes)
     return figure
 
@@ -113,8 +113,8 @@ def _draw_gains(figure: Figure, axes: Axes, grid: Grid, label: str, cut_there: b
     text = [[_gain_text(*cell) for cell in zip(*row, strict=True)] for row in zip(grid.mean, grid.counts, strict=True)]
     _write_cells(axes, text, light=np.abs(100 * shown) > 0.7 * limit, dots=grid.few, bold=grid.sure)
     scale = ScalarMappable(Normalize(-limit, limit), colour_map)
-    cut = ", colours cut there" if 100 * largest > limit + 1e-9 else ""
-    figure.colorbar(scale, ax=axes, label=f"{label}{cut})", extend="both" if cut else "neither")
+    cut = ",\ncolours cut there" if 100 * largest > limit + 1e-9 else ""
+    figure.colorbar(scale, ax=axes, extend="both" if cut else "neither").set_label(f"{label}{cut})", **FONT)
 
 
 def headroom_bars(found: list[Realised]) -> Figure:
@@ -195,7 +195,7 @@ def interval_bars(
     found: dict[str, Interval], x_label: str, scale: float, colour: str, paper: tuple[float, ...], paper_label: str
 ) -> Figure:
     """One bar with its interval for each name, and the paper's figures as diamonds in a row of their own."""
-    figure = Figure(figsize=(7.2, 1.6 + 0.36 * len(found)), layout="constrained")
+    figure = Figure(figsize=(5.6, 1.6 + 0.36 * len(found)), layout="constrained")
     axes = figure.add_subplot()
     entries = [interval.as_dict() for interval in found.values()]
     values = [scale * entry["estimate"] for entry in entries]

@@ -6,8 +6,8 @@
 (dual_replays.parquet), signal studies (positions.parquet; several are pooled too), benchmarks (rounds.parquet),
 identity checks, and trained heads or amateurs (metrics.json with a history). Writes index.html, with every figure
 embedded, and the figures as PNG beside it; an earlier report there is replaced. TensorBoard gets every figure and the
-headline numbers too, as one more run: in tensorboard/ in the output folder, where `tensorboard --logdir runs/demo` finds
-them beside the training curves, or in the folder that `--tensorboard` names. Needs no torch and no models; the same
+headline numbers too, as one more run: in tensorboard/ in the output folder (`tensorboard --logdir runs/demo` finds them
+there, beside the training curves) or in the folder that `--tensorboard` names. Needs no torch and no models; the same
 records give the same page.
 """
 

@@ -123,7 +123,7 @@ def pictures(found: dict, page: Path, name: str) -> list[Picture]:
     if found["verdicts"]:
         drawn["ceiling"] = (plots_matrix.ceiling_bars(found["verdicts"]), CEILING_CAPTION, "bars of ceiling and gain")
     return [
-        Picture(plots.save_png(figure, page / f"{name}-{part}.png"), caption, alt)
+        Picture(plots.save_png(figure, page / f"{name}-{part}.png"), caption, alt, wide="matrix" in part)
         for part, (figure, caption, alt) in drawn.items()
     ]
 

@@ -142,7 +142,7 @@ def how(found: list[Records], by_alpha: dict[str, dict]) -> str:
 
 
 def shares_table(by_alpha: dict[str, dict]) -> Table:
-    """Headline figures per alpha and pooled."""
+    """Headline figures, a row each; per alpha, pooled, and the paper's."""
     columns = {
         "signal < 1 nat": ("share_signal_below_1", percent),
         "error ≥ 2 nats": ("share_error_above_2", percent),
@@ -155,19 +155,16 @@ def shares_table(by_alpha: dict[str, dict]) -> Table:
         if f"acceptance_{kind}" in by_alpha["pooled"]:
             columns[f"acceptance, {words}"] = (f"acceptance_{kind}", percent)
             columns[f"top-1, {words}"] = (f"top1_{kind}", percent)
-    rows = [
-        [_alpha_name(alpha), count(found["positions"]), *_written(found, columns)] for alpha, found in by_alpha.items()
-    ]
-    rows.append(
-        [
-            "paper, pooled",
-            "",
-            f"{100 * paper.SIGNAL_BELOW_1:.1f}%",
-            f"{100 * paper.ERROR_ABOVE_2:.1f}%",
-            *[""] * (len(columns) - 2),
-        ]
-    )
-    return Table("Headline figures, with 95% intervals over prompts", ["alpha", "positions", *columns], rows)
+    papers = {"signal < 1 nat": paper.SIGNAL_BELOW_1, "error ≥ 2 nats": paper.ERROR_ABOVE_2}
+    rows = [["positions", *(count(found["positions"]) for found in by_alpha.values()), ""]]
+    for title, (key, write) in columns.items():
+        theirs = f"{100 * papers[title]:.1f}%" if title in papers else ""
+        rows.append([title, *(write(found[key]) if key in found else "" for found in by_alpha.values()), theirs])
+    headers = ["", *map(_alpha_name, by_alpha), PAPER_COLUMN]
+    return Table("Headline figures, with 95% intervals over prompts", headers, rows, paper=(PAPER_COLUMN,))
+
+
+PAPER_COLUMN = "paper, pooled"
 
 
 def _written(found: dict, columns: dict) -> list[str]:

@@ -173,25 +173,15 @@ def realised_table(bounds: list[Realised]) -> Table:
 
 
 def configuration_table(found: dict[str, dict]) -> Table:
-    """dTop1 and d acceptance of every kind of draft, a row for each configuration."""
-    kinds = [kind for kind in KINDS if any(kind in entry["top1"] for entry in found.values())]
+    """dTop1 and d acceptance, a row for each configuration and kind of draft."""
     table = []
     for name, entry in found.items():
-        cells_of = [
-            points(entry[what][kind].as_dict(), 2, sign=True) if kind in entry[what] else ""
-            for kind in kinds
-            for what in ("top1", "acceptance")
-        ]
-        table.append([name, count(entry["positions"]), *cells_of])
-    headers = [
-        "configuration",
-        "positions",
-        *(f"{what}, {KINDS[kind]}" for kind in kinds for what in ("dTop1", "dAcc")),
-    ]
-    if "stronger" in kinds:
-        paper_row = [""] * (len(headers) - 1)
-        paper_row[headers.index(f"dTop1, {KINDS['stronger']}") - 1] = PAPER_STRONGER
-        table.append(["paper, 3B proposer, four settings", *paper_row])
+        for kind in entry["top1"]:
+            gains = [points(entry[what][kind].as_dict(), 2, sign=True) for what in ("top1", "acceptance")]
+            table.append([name, count(entry["positions"]), KINDS[kind], *gains])
+    if any("stronger" in entry["top1"] for entry in found.values()):
+        table.append(["paper, 3B proposer, four settings", "", KINDS["stronger"], PAPER_STRONGER, ""])
+    headers = ["configuration", "positions", "draft", "dTop1", "dAcc"]
     return Table("Gains in points by pair, data set and contrast strength", headers, table, folded=True)
 
 

@@ -197,7 +197,7 @@ def identity_section(run: Run, page: Path, resamples: int, seed: int) -> Section
     """The identity check as a table."""
     checks = run.metrics["checks"]
     section = Section("Is it lossless?")
-    small = f"{count(len(checks))} checks of '{run.name}', in fp32."
+    small = f"{count(len(checks))} check{'s' if len(checks) > 1 else ''} of '{run.name}', in fp32."
     section.headlines = [Headline("Same text? Identity check", agreement_sentence(checks), small)]
     section.text = [
         "Every text was written two ways and compared token by token, in fp32. Texts may part only where the two best "

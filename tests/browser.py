@@ -12,10 +12,14 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 REQUIRED = "DCD_BROWSER_REQUIRED"  # set where a test without a browser must fail instead of being skipped
-LETTER_AND_A4 = 703  # CSS pixels between the page's margins of 12 mm on A4, the narrower of the two
+PAPER_WIDTH = 703  # CSS pixels between margins of 12 mm on A4, which is narrower than US letter
 MEASURE = """
 const seen = {};
-function wide(element, frame) { return element.getBoundingClientRect().right - frame.getBoundingClientRect().right > 1; }
+function end(element) { return element.getBoundingClientRect().right; }
+function wide(element) {
+  return [element.parentElement, element.ownerDocument.body].some(frame => end(element) - end(frame) > 1);
+}
+function broken(image) { return !image.complete || !image.naturalWidth || !image.alt || wide(image); }
 function light(text) {
   const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
   const line = [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
@@ -42,10 +46,10 @@ function measure(frame) {
     needed: root.scrollWidth,
     text: text.length,
     tables: doc.querySelectorAll("table").length,
-    wide_tables: [...doc.querySelectorAll("table")].filter(t => wide(t, t.parentElement) || wide(t, doc.body)).map(words),
+    wide_tables: [...doc.querySelectorAll("table")].filter(wide).map(words),
     cut_cells: [...doc.querySelectorAll("td, th")].filter(c => c.scrollWidth > c.clientWidth + 1).map(words),
     images: doc.images.length,
-    broken_images: [...doc.images].filter(i => !i.complete || !i.naturalWidth || !i.alt || wide(i, doc.body)).map(i => i.alt),
+    broken_images: [...doc.images].filter(broken).map(i => i.alt),
     faint: text.filter(e => contrast(view, e) < 4.5).map(words),
   };
 }
@@ -67,7 +71,14 @@ def browser() -> str:
 
 def start(profile: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Run the browser once; its log holds what pages complain about."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "--hide-scrollbars",
+    ]
     flags += [f"--user-data-dir={profile}", "--enable-logging=stderr"]
     return subprocess.run([browser(), *flags, *arguments], capture_output=True, text=True, timeout=120, check=True)
 
@@ -83,7 +94,10 @@ def look(page: str, folder: Path, widths: dict[str, int]) -> tuple[dict[str, dic
         shown = as_printed(opened) if name == "print" else opened
         frames += f'<iframe id="{name}" style="border:0;width:{width}px" srcdoc="{html.escape(shown)}"></iframe>\n'
     wrapper = folder / "looked-at.html"
-    wrapper.write_text(f'<!DOCTYPE html><pre id="seen"></pre>{frames}<script>{MEASURE}</script>', encoding="utf-8")
+    wrapper.write_text(
+        f'<!DOCTYPE html><meta charset="utf-8"><pre id="seen"></pre>{frames}<script>{MEASURE}</script>',
+        encoding="utf-8",
+    )
     done = start(folder / "profile", "--window-size=1300,900", "--dump-dom", wrapper.as_uri())
     found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, flags=re.S)
     return json.loads(html.unescape(found[1])), done.stderr

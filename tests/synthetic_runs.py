@@ -39,9 +39,12 @@ def signal_run(folder, columns=None):
     write_metrics(folder, {"pair": "big / small / head", "dataset": "held-out"})
 
 
-def benchmark_run(folder, latency=LATENCY, agreement=()):
+def benchmark_run(folder, latency=LATENCY, agreement=(), names=None):
+    """`names`: what to call some of the methods instead."""
+    columns = synthetic_records.rounds(prompts=8, repeats=1)
+    columns["method"] = [(names or {}).get(method, method) for method in columns["method"]]
     settings = provenance(gamma=5, temperature=0.0, max_new_tokens=64, repeats=1, dtype="bfloat16")
-    write_records(folder / "rounds.parquet", "rounds", synthetic_records.rounds(prompts=8, repeats=1), settings)
+    write_records(folder / "rounds.parquet", "rounds", columns, settings)
     write_metrics(
         folder,
         {"pair": "big / small / head", "dataset": "d", "latency_ms": latency, "agreement": list(agreement)},
@@ -96,13 +99,14 @@ def dual_run(folder, dual: float = -0.08, **more):
 
 
 def runs_of_every_kind(folder):
-    """One of each, the signal study with every kind of draft and two data sets."""
+    """One of each, as wide as they come: every kind of draft, two data sets, methods of long names."""
     matrix_run(folder / "matrix", {"checked": 40, "equal": 39, "near-tie": 1, "different": 0}, prompts=40)
     dual_run(folder / "dual", prompts=40)
     columns = synthetic_records.with_drafts(synthetic_records.positions(prompts=12, length=30))
     columns["dataset"] = np.where(np.arange(len(columns["signal"])) % 60 < 30, "held-out", "facts")
     signal_run(folder / "signal", columns)
-    benchmark_run(folder / "benchmark")
+    forms = {"dcd_ngram": "dcd_hybrid@5x4:20+deferred", "dcd_eagle3": "dcd_eagle3@12x8:40+lazy"}
+    benchmark_run(folder / "benchmark", names=forms)
     identity_run(folder / "identity")
     head_run(folder / "head")
     amateur_run(folder / "amateur")

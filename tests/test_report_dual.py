@@ -54,12 +54,12 @@ def test_a_drafter_that_never_hits_has_no_share(tmp_path):
 def test_seeds_are_pooled_and_named(tmp_path):
     section = dual_section(run_of(tmp_path / "run", 0.02, prompts=20, seeds=3), tmp_path / "page", 200, 0)
     assert "3 training seeds, pooled" in section.text[0]
-    assert section.tables[1].rows[0][2] == "360", "20 prompts, 6 positions, 3 seeds"
+    assert section.tables[2].rows[0][2] == "360", "20 prompts, 6 positions, 3 seeds"
 
 
 def test_tables_and_figures_name_the_papers_numbers(tmp_path):
     section = dual_section(run_of(tmp_path / "run", 0.0, prompts=20), tmp_path / "page", 50, 0)
-    lengths, variances = section.tables
+    lengths, rule, variances = section.tables
     assert [row[2] for row in lengths.rows[:5]] == [
         "expert-aligned: e",
         "dual: [e, f]",
@@ -69,7 +69,8 @@ def test_tables_and_figures_name_the_papers_numbers(tmp_path):
     ]
     assert lengths.paper == ("paper: L; KL; top-1",) and lengths.rows[0][-1] == paper_cell("target", 0.1)
     assert paper_cell("dual", 0.5) == "0.82 to 1.71; 4.74 to 8.31; 49 to 59%" and paper_cell("oracle", 0.5) == ""
-    assert variances.rows[0][-1] == "31.9 to 39.7%" and variances.rows[0][8] == "21"
+    assert rule.rows[0][-1] == "31.9 to 39.7%" and rule.rows[0][2] == "21" and rule.paper == ("paper: closer",)
+    assert len(variances.rows) == len(rule.rows) == 2 and variances.headers[3] == "Var(s)"
     assert [picture.path.name for picture in section.pictures] == ["run-lengths.png", "run-variances.png"]
     assert "21 and 5 times" in section.pictures[1].caption
     assert "(paper: 31.9 to 39.7%)" in section.headlines[0].small
