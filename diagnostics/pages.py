@@ -26,9 +26,9 @@ def fill_page(template: str, **values) -> str:
         raise UserError(f"the template {template} cannot be filled: {problem}") from problem
 
 
-def breakable(text: str) -> Markup:
-    """A name that may go on in the next line after each of its parts: dcd_ eagle3@ 5x4:10+ deferred."""
-    return Markup(re.sub(r"(?<=[a-z0-9])([_@+/])(?=[a-z0-9])", r"\1<wbr>", str(escape(text))))
+def breakable(text: str, marks: str = "@+") -> Markup:
+    """A name that may go on in the next line after any of these marks in it: dcd_eagle3@ 5x4:10+ deferred."""
+    return Markup(re.sub(rf"(?<=[a-z0-9])([{marks}])(?=[a-z0-9])", r"\1<wbr>", str(escape(text))))
 
 
 def split_interval(text: str) -> tuple[str, str]:

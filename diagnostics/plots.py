@@ -121,7 +121,7 @@ def round_time_bars(entries: list[dict]) -> Figure:
     axes.set_yticks(range(len(entries)), [_entry_name(entry) for entry in entries])
     axes.invert_yaxis()
     axes.set(xlabel="milliseconds per round", xlim=(0, 1.22 * left.max()))
-    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+    figure.legend(frameon=False, fontsize=8, ncols=4, loc="outside upper right")  # of the figure: names may be long
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

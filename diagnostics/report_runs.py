@@ -63,7 +63,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Headline:
-    """One of the few things that the page opens with: a short topic, a sentence in plain words, and small print."""
+    """One of the few things that the page opens with: a short topic, a sentence in plain words, and lines of small
+    print."""
 
     topic: str
     sentence: str

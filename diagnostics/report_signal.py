@@ -109,7 +109,7 @@ def headroom_sentence(by_alpha: dict[str, dict]) -> str:
 
 
 def gains_sentence(by_alpha: dict[str, dict]) -> str:
-    """What each kind of draft that knows of the contrast really gains."""
+    """What each kind of draft that knows of the contrast really gains, a line each."""
     sentences = []
     for kind, meaning in GAINED_BY.items():
         parts = [
@@ -120,7 +120,7 @@ def gains_sentence(by_alpha: dict[str, dict]) -> str:
         ]
         if parts:
             sentences.append(f"Really gained by {meaning}: {listed(parts)}.")
-    return f"{' '.join(sentences)} Drafts per round are taken as {GAMMA}, acceptance as constant."
+    return "\n".join([*sentences, f"Drafts per round are taken as {GAMMA}, acceptance as constant."])
 
 
 GAINED_BY = {

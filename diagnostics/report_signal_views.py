@@ -156,7 +156,7 @@ def realised_table(bounds: list[Realised]) -> Table:
     table = [
         [
             KINDS[entry.kind],
-            entry.alpha if entry.alpha == "pooled" else f"α = {entry.alpha}",
+            entry.alpha,
             count(entry.positions),
             points(entry.headroom_tv.as_dict(), 2),
             points(entry.gain_acceptance.as_dict(), 2, sign=True),
