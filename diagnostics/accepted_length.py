@@ -25,10 +25,10 @@ from dcd_core.loading import load_models
 from dcd_core.models import Pair
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, replay
-from diagnostics.histories import roll_out
 from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts, at_every_alpha
 from diagnostics.resampling import paired_difference, ratio_of_sums
+from diagnostics.rollouts import Rollouts
 from diagnostics.wording import plain
 
 
@@ -48,6 +48,9 @@ class Config:
     batch: int = field(default=16, metadata={"help": "prompts at a time"})
     dtype: str = field(default="bfloat16", metadata={"help": "float32 or bfloat16"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
+    rollouts: str = field(
+        default="", metadata={"help": "folder that keeps the greedy texts, for several studies of one pair and prompts"}
+    )
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
     resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
@@ -71,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         config.prompts, config.expert, config.limit, **template_arguments(config.template_args)
     )
     pair, heads = load_heads(config)
+    texts = Rollouts(pair, (config.expert, config.amateur), config.dtype, stops, config.max_new_tokens, config.rollouts)
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
     pieces = at_every_alpha(
@@ -79,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         config.batch,
         parts,
         "rollouts and replay",
-        lambda batch, alpha: replay_batch(pair, heads, batch, stops, alpha, config),
+        lambda batch, alpha: replay_batch(texts, heads, batch, alpha, config),
     )
     rounds = [row for piece in pieces for row in piece]
     found = compare(rounds, config)
@@ -106,23 +110,22 @@ def load_heads(config: Config) -> tuple[Pair, dict[str, Eagle3Head]]:
 
 def result_settings(config: Config) -> dict:
     """What decides a batch's rounds."""
-    left_out = ("output", "overwrite", "alphas", "limit", "seed", "resamples", "device")
+    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "seed", "resamples", "device")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *config.heads)}
 
 
 def replay_batch(
-    pair: Pair,
+    texts: Rollouts,
     heads: dict[str, Eagle3Head],
     prompts: list[Prompt],
-    stops: tuple[int, ...],
     alpha: float,
     config: Config,
 ) -> list[dict]:
     """Per prompt and head the sums over its rounds."""
-    found = []
-    for prompt, made in zip(prompts, roll_out(pair, prompts, stops, alpha, config.max_new_tokens), strict=True):
-        ids = torch.tensor(prompt.ids + made.ids, device=pair.expert.device)
+    found, pair = [], texts.pair
+    for prompt, answer in zip(prompts, texts.answers(prompts, alpha), strict=True):
+        ids = torch.tensor(prompt.ids + answer, device=pair.expert.device)
         features = pair.expert.forward_full(ids[None], features=True, logits=False).features[0]
         rollout = Rollout(ids, len(prompt.ids), features)
         for name, head in heads.items():

@@ -26,17 +26,16 @@ from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, ref
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings
 from dcd_core.files import write_json_atomic
-from dcd_core.models import Pair
 from dcd_core.processes import join
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import replay
 from diagnostics.cross_alpha_summary import summarise_replays
-from diagnostics.histories import roll_out
 from diagnostics.loading import inputs_key, short_name
 from diagnostics.members import Member, Place, Text, find_places, load_members, read_amateur
 from diagnostics.parts import at_every_alpha, begin
 from diagnostics.records import read_records, write_records
 from diagnostics.replay_check import check_decoding
+from diagnostics.rollouts import Rollouts
 from diagnostics.shared_history import measure_text
 from diagnostics.wording import percent, points
 
@@ -68,6 +67,9 @@ class Config:
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     dataset: str = field(default="", metadata={"help": "name of the prompt set (default: the file's name)"})
     margin: float = field(default=0.01, metadata={"help": "share of L that counts as a gain"})
+    rollouts: str = field(
+        default="", metadata={"help": "folder that keeps the greedy texts, for several studies of one pair and prompts"}
+    )
     shuffle_seed: int = field(default=0, metadata={"help": "the --seed of a control with --input amateur_shuffled"})
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
     resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts and seeds"})
@@ -106,10 +108,11 @@ def main(argv: list[str] | None = None) -> int:
         config.expert, config.amateur, places, config.dtype, str(ranks.device), config.shuffle_seed
     )
     parts, folder = begin(config, argv, result_settings(config, places), ranks)
+    texts = Rollouts(pair, (config.expert, config.amateur), config.dtype, stops, config.max_new_tokens, config.rollouts)
     decoded = {prompt.id: place for place, prompt in enumerate(prompts[: config.decode])}
 
     def measure(batch: list[Prompt], alpha: float) -> dict:
-        return measure_batch(pair, members, batch, stops, alpha, decoded, config)
+        return measure_batch(texts, members, batch, alpha, decoded, config)
 
     pieces = at_every_alpha(prompts, config.infer_alphas, config.batch, parts, "rollouts and replay", measure, ranks)
     if not ranks.first:
@@ -133,17 +136,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def result_settings(config: Config, places: list[Place]) -> dict:
     """What decides a batch's rows: settings and inputs, not where results go or how they are summed."""
-    left_out = ("output", "overwrite", "limit", "seed", "resamples", "margin", "device", "dataset")
+    left_out = ("output", "overwrite", "rollouts", "limit", "seed", "resamples", "margin", "device", "dataset")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     paths = [place.path for place in places]
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *paths)}
 
 
 def measure_batch(
-    pair: Pair,
+    texts: Rollouts,
     members: list[Member],
     prompts: list[Prompt],
-    stops: tuple[int, ...],
     alpha: float,
     decoded: dict[str, int],
     config: Config,
@@ -157,10 +159,10 @@ def measure_batch(
     """
     found = {"replays": [], "history": [], "decoded": []}
     tried = [member for member in members if member.method]
-    answers = roll_out(pair, prompts, stops, alpha, config.max_new_tokens)
+    pair, stops = texts.pair, texts.stops
     features, shared = read_amateur(members), alpha == config.history_alpha
-    for prompt, made in zip(prompts, answers, strict=True):
-        text = Text.read(pair, prompt, made.ids, features, amateur=shared)
+    for prompt, answer in zip(prompts, texts.answers(prompts, alpha), strict=True):
+        text = Text.read(pair, prompt, answer, features, amateur=shared)
         rounds = [
             replay(member.head, pair.expert.embedding, member.rollout(text), config.gamma, vocab=pair.expert.vocab)
             for member in members

@@ -29,10 +29,11 @@ from dcd_core.loading import head_for
 from dcd_core.processes import Ranks, join
 from diagnostics.dual_replay import replay_all
 from diagnostics.dual_summary import DRAFTS, summarise_dual
-from diagnostics.histories import History, Study, load_tapped, merged, refuse_roles, roll_out
+from diagnostics.histories import History, Study, load_tapped, merged, refuse_roles
 from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts, at_every_alpha, begin
 from diagnostics.records import read_records, write_records
+from diagnostics.rollouts import Rollouts
 from diagnostics.study_flags import StudyFlags
 from diagnostics.wording import percent, plain
 
@@ -116,7 +117,7 @@ def load_studies(config: Config, members: list[tuple[str, str, str]], device: st
 
 def result_settings(config: Config, members: list[tuple[str, str, str]]) -> dict:
     """What decides a batch's rows: settings and inputs, not where results go or how they are summed."""
-    left_out = ("output", "overwrite", "alphas", "limit", "seed", "resamples", "device")
+    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "seed", "resamples", "device")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     heads = [path for _, *paths in members for path in paths]
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *heads)}
@@ -131,12 +132,12 @@ def measure(
     ranks: Ranks,
 ) -> list[dict]:
     """Both tables' columns of every batch of prompts of every data set at every alpha."""
-    found = []
+    found, texts = [], config.texts(next(iter(studies.values())).pair, stops)
     for dataset, some in prompts.items():
         label = "dual drafter" if len(prompts) == 1 else f"dual drafter, {dataset}"
 
         def one(batch: list[Prompt], alpha: float) -> dict:
-            return measure_batch(studies, batch, stops, alpha, config)
+            return measure_batch(studies, batch, texts, alpha, config)
 
         pieces = at_every_alpha(some, config.alphas, config.batch, parts, label, one, ranks, dataset)
         for piece in pieces:
@@ -147,14 +148,13 @@ def measure(
 
 
 def measure_batch(
-    studies: dict[str, Study], prompts: list[Prompt], stops: tuple[int, ...], alpha: float, config: Config
+    studies: dict[str, Study], prompts: list[Prompt], texts: Rollouts, alpha: float, config: Config
 ) -> dict:
     """Positions and replays of every pair of heads on the same rollouts; the models run once."""
     positions, replays = [], []
     first = next(iter(studies.values()))
-    answers = roll_out(first.pair, prompts, stops, alpha, config.max_new_tokens)
-    for prompt, made in zip(prompts, answers, strict=True):
-        history = History.read(first, prompt, made.ids)
+    for prompt, answer in zip(prompts, texts.answers(prompts, alpha), strict=True):
+        history = History.read(first, prompt, answer)
         for name, study in studies.items():
             own = replace(history, study=study)
             names = f"{short_name(config.expert)} / {short_name(config.amateur)} / {name}"

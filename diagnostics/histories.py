@@ -13,13 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dcd_core.contrast import Target
-from dcd_core.decode import Generation, Prompt, Settings, decode
+from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import load_head_config
 from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head
 from dcd_core.loading import check_taps, head_for
-from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair, load_config, load_pair, load_scorer
 from diagnostics.position_quantities import Proposal, position_quantities
 
@@ -120,14 +118,6 @@ def load_tapped(expert: str, amateur: str, configs: dict[str, Eagle3Config], dty
             check_taps(layers, load_config(model).num_hidden_layers, first, model, role)
         taps[field] = layers
     return load_pair(expert, amateur, dtype, device, **taps)
-
-
-def roll_out(
-    pair: Pair, prompts: list[Prompt], stops: tuple[int, ...], alpha: float, max_new_tokens: int
-) -> list[Generation]:
-    """Vanilla contrastive decoding's greedy answer to every prompt, as one batch."""
-    settings = Settings(target=Target(alpha=alpha, temperature=0.0), max_new_tokens=max_new_tokens, stop_ids=stops)
-    return decode(assemble("cd", pair), prompts, settings, max_batch=len(prompts))
 
 
 @dataclass

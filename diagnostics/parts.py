@@ -74,8 +74,8 @@ def at_every_alpha(
     ranks: Ranks | None = None,
     group: str = "",
 ) -> list:
-    """`measure(batch, alpha)` of every batch of `size` prompts at every alpha, in order; batches measured before a stop
-    are taken as they are.
+    """`measure(batch, alpha)` of every batch of `size` prompts at every alpha; batches measured before a stop are taken
+    as they are. Prompts of like length are measured together, shortest first: a batch is as dear as its longest.
 
     Several ranks share the batches out and store what they measure; batches are the same as for one rank, and so are
     the results. The first rank returns all of them once every rank is done, the others return nothing. The ranks must
@@ -85,6 +85,7 @@ def at_every_alpha(
         group: name of the data set, where a run has several whose prompts may have equal ids.
     """
     rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
+    prompts = sorted(prompts, key=lambda prompt: len(prompt.ids))
     batches = [(alpha, prompts[start : start + size]) for alpha in alphas for start in range(0, len(prompts), size)]
     mine = batches[rank::world]
     pieces = {}

@@ -25,11 +25,12 @@ from dcd_core.config import finish_run, git_sha, parse_config, refuse_taken, run
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.processes import Ranks, join
-from diagnostics.histories import History, Study, load_study, merged, roll_out
+from diagnostics.histories import History, Study, load_study, merged
 from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts, at_every_alpha, begin
 from diagnostics.position_summary import KINDS, summarise_by_alpha
 from diagnostics.records import read_records, write_records
+from diagnostics.rollouts import Rollouts
 from diagnostics.study_flags import StudyFlags
 from diagnostics.wording import points
 
@@ -109,7 +110,7 @@ def result_settings(config: Config) -> dict:
     return kept | {"inputs": inputs_key(config.prompts, *models)} | alphas_of_heads(config)
 
 
-KEY_LEAVES_OUT = ("output", "overwrite", "alphas", "limit", "seed", "resamples", "device")
+KEY_LEAVES_OUT = ("output", "rollouts", "overwrite", "alphas", "limit", "seed", "resamples", "device")
 
 
 def alphas_of_heads(config: Config) -> dict:
@@ -126,12 +127,12 @@ def measure(
     ranks: Ranks,
 ) -> list[dict[str, list]]:
     """Columns of every batch of prompts of every data set at every alpha."""
-    found = []
+    found, texts = [], config.texts(study.pair, stops)
     for dataset, some in prompts.items():
 
         def one(batch: list[Prompt], alpha: float, dataset=dataset) -> dict[str, list]:
             at = study.at(config.alphas.index(alpha))
-            return measure_batch(at, batch, stops, alpha, config.max_new_tokens)
+            return measure_batch(at, batch, texts, alpha)
 
         label = "signal and error" if len(prompts) == 1 else f"signal and error, {dataset}"
         pieces = at_every_alpha(some, config.alphas, config.batch, parts, label, one, ranks, dataset)
@@ -139,13 +140,11 @@ def measure(
     return found
 
 
-def measure_batch(
-    study: Study, prompts: list[Prompt], stops: tuple[int, ...], alpha: float, max_new_tokens: int
-) -> dict[str, list]:
+def measure_batch(study: Study, prompts: list[Prompt], texts: Rollouts, alpha: float) -> dict[str, list]:
     """Greedy contrastive rollouts of some prompts, and the quantities at each of their positions, as columns."""
     found = []
-    for prompt, rollout in zip(prompts, roll_out(study.pair, prompts, stops, alpha, max_new_tokens), strict=True):
-        columns = History.read(study, prompt, rollout.ids).quantities(alpha)
+    for prompt, answer in zip(prompts, texts.answers(prompts, alpha), strict=True):
+        columns = History.read(study, prompt, answer).quantities(alpha)
         count = len(columns["position"])
         columns |= {"prompt_id": [prompt.id] * count, "rollout_alpha": [alpha] * count, "alpha": [alpha] * count}
         found.append(columns)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from dcd_core.chat import template_arguments
 from dcd_core.config import refuse_below
 from dcd_core.decode import Prompt
+from dcd_core.models import Pair
 from dcd_core.prompts import read_prompts
 from diagnostics.loading import short_name
+from diagnostics.rollouts import Rollouts
 
 
 @dataclass(kw_only=True)
@@ -31,6 +33,9 @@ class StudyFlags:
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     dataset: list[str] = field(
         default_factory=list, metadata={"help": "names of the prompt files in the records (default: the files' names)"}
+    )
+    rollouts: str = field(
+        default="", metadata={"help": "folder that keeps the greedy texts, for several studies of one pair and prompts"}
     )
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
     resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
@@ -57,3 +62,7 @@ class StudyFlags:
         arguments = template_arguments(self.template_args)
         found = [read_prompts(path, self.expert, self.limit, **arguments) for path in self.prompts]
         return dict(zip(self.dataset, (prompts for prompts, _ in found), strict=True)), found[0][1]
+
+    def texts(self, pair: Pair, stops: tuple[int, ...]) -> Rollouts:
+        """Where the study's greedy texts come from."""
+        return Rollouts(pair, (self.expert, self.amateur), self.dtype, stops, self.max_new_tokens, self.rollouts)

@@ -133,6 +133,27 @@ def test_a_limit_chooses_by_hash_and_keeps_the_order(tmp_path):
     assert set(chosen(rows, "--seed", "1")) != set(first)
 
 
+def test_held_out_prompts_share_neither_an_id_nor_a_question_with_other_files(tmp_path):
+    source = tmp_path / "all.jsonl"
+    texts = {"a": "one?", "b": "Two  words?", "c": "three?", "d": "two words?", "e": "four?"}
+    source.write_text("".join(json.dumps(share(name, ("human", text))) + "\n" for name, text in texts.items()))
+    training = tmp_path / "training.jsonl"
+    known = [("a", "another question"), ("b", "Two  words?")]
+    lines = [{"id": name, "messages": [{"role": "user", "content": text}]} for name, text in known]
+    training.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records, report = run(tmp_path, source, "--without", str(training))
+    assert [record["id"] for record in records] == ["c", "e"]  # d asks b's question in another case and spacing
+    assert report["skipped"] == {"in a file of --without": 3}
+    everything, _ = run(tmp_path, source)
+    assert len(everything) == 5
+    training.write_text(json.dumps(lines[0]) + "\n")  # another content of that file is another output
+    with pytest.raises(UserError, match="exists and was made from other input"):
+        main(["--source", str(source), "--out", str(tmp_path / "out.jsonl"), "--without", str(training)])
+    with pytest.raises(UserError, match="cannot be read as conversations"):
+        main(["--source", str(source), "--out", str(tmp_path / "new.jsonl"), "--without", str(tmp_path / "none")])
+    assert not (tmp_path / "new.jsonl").exists()
+
+
 def test_an_archive_with_one_json_file(tmp_path):
     path = tmp_path / "data.whl"
     with zipfile.ZipFile(path, "w") as archive:

@@ -19,11 +19,11 @@ from dcd_core.methods import assemble
 from dcd_core.models import load_pair
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import teacher_forced
-from diagnostics.histories import roll_out
 from diagnostics.members import Text, find_places, load_members
 from diagnostics.position_quantities import on_vocabulary
 from diagnostics.records import read_records
 from diagnostics.replay_check import first_draft_gap
+from diagnostics.rollouts import roll_out
 from diagnostics.shared_history import FirstDrafts, headroom_sums
 
 ALPHAS, TOKENS = [0.0, 0.5], 14
@@ -45,7 +45,7 @@ def frequent_ids(folder, count=6):
     """Ids that the pair writes often: heads that know no other draft something right now and then."""
     pair = load_pair(str(folder / "expert"), str(folder / "amateur"))
     prompts, stops = read_prompts(str(folder / "prompts.jsonl"), str(folder / "expert"))
-    made = [answer.ids for alpha in ALPHAS for answer in roll_out(pair, prompts, stops, alpha, TOKENS)]
+    made = [answer for alpha in ALPHAS for answer in roll_out(pair, prompts, stops, alpha, TOKENS)]
     ranked = Counter(token for ids in made for token in ids).most_common(count)
     return sorted(token for token, _ in ranked)
 

@@ -19,8 +19,9 @@ from dcd_core.methods import assemble
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, replay, walk_rounds
 from diagnostics.dual_replay import agreements, replay_all
-from diagnostics.histories import History, load_study, roll_out
+from diagnostics.histories import History, load_study
 from diagnostics.records import read_records
+from diagnostics.rollouts import roll_out
 
 GAMMA = 3
 
@@ -57,7 +58,7 @@ def histories(world, amateur_head: str, alpha: float):
     return (
         study,
         stops,
-        [(prompt, made, History.read(study, prompt, made.ids)) for prompt, made in zip(prompts, answers, strict=True)],
+        [(prompt, made, History.read(study, prompt, made)) for prompt, made in zip(prompts, answers, strict=True)],
     )
 
 
@@ -78,7 +79,7 @@ def test_rounds_are_those_of_replay_and_of_decoding(world, amateur_head, alpha):
         for kind, method in (("target", "dcd_eagle3"), ("dual", "dual")):
             assembled = assemble(method, study.pair, study.head, amateur_head=study.amateur_head)
             (decoded,) = decode(assembled, [prompt], settings)
-            assert decoded.ids == made.ids
+            assert decoded.ids == made
             sums = next(
                 row for row in replay_all(history, alpha, GAMMA) if (row["draft"], row["gamma"]) == (kind, GAMMA)
             )

@@ -37,6 +37,12 @@ def typed(monkeypatch):
         (["--method=dcd_lm"], "method dcd_lm drafts with a small language model, and none is given: name one (--lm)"),
         (["--lm=/nowhere"], "there is no folder /nowhere"),
         (["--saving=some"], "saving 'some' is unknown"),
+        (["--method=ar", "--saving=lazy"], "--saving is about the amateur's passes, and ar makes none"),
+        (
+            ["--method=expert_sd", "--saving=deferred"],
+            "--saving is about the amateur's passes, and expert_sd makes none",
+        ),
+        (["--draft_alpha=0.1"], "--draft_alpha recombines the two heads of dual; dcd_eagle3 does not use it"),
         (["--defer_theta=-1"], "defer_theta must be a finite number of 0 or more"),
         (["--top_p=0"], "top_p must lie in (0, 1]"),
         (["--target=warp"], "--target warp is unknown; choose dcd, obrien,"),

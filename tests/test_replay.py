@@ -11,7 +11,7 @@ from dcd_core.drafters.dual import HeadPair
 from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair
-from dcd_core.replay import Drafting, Rollout, matching_drafts, replay, teacher_forced, walk_rounds
+from dcd_core.replay import Drafting, Rollout, draft_everywhere, matching_drafts, replay, teacher_forced, walk_rounds
 
 REAL = 5
 """So few real ids that an untrained head often guesses the next one; all others are padding."""
@@ -118,6 +118,31 @@ def test_padded_ids_are_left_out_only_when_asked(pairs):
     whole = matching_drafts(head, pair.expert.embedding, rollout, 3)
     real = matching_drafts(head, pair.expert.embedding, rollout, 3, vocab=REAL)
     assert whole.shape == real.shape == (19,) and whole.sum() < real.sum()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dual_input", "dual"])
+def test_roots_that_drop_out_change_nothing_for_the_others(pairs, kind):
+    pair = pairs["qwen3"]
+    drafting, _ = lively_drafting(kind, pair, None, 0.5)
+    embedding = pair.expert.embedding
+    read, seen = [], set()
+    for seed in range(6):
+        answer = torch.randint(REAL, (30,), generator=torch.Generator().manual_seed(seed)).tolist()
+        rollout = rollout_of(pair, PROMPTS[1], answer, drafting)
+        whole = draft_everywhere(drafting, embedding, rollout, 4, vocab=REAL).agreed
+        states = drafting.unroll
+
+        def counted(features, embeds, rows, *rest, states=states):
+            for state in states(features, embeds, rows, *rest):
+                read.append(state.shape[1])
+                yield state
+
+        drafting.unroll = counted
+        assert torch.equal(matching_drafts(drafting, embedding, rollout, 4, vocab=REAL), whole)
+        drafting.unroll = states
+        seen |= set(whole.tolist())
+    assert {0, 1, 2} <= seen, "the texts must hold roots that go on and roots that do not"
+    assert 6 * 29 < sum(read) < 6 * 29 * 2, "a root that dropped out was worked on again"
 
 
 def test_drafts_past_the_end_of_the_text_never_agree(pairs):

@@ -12,8 +12,9 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.divergence import kl
 from dcd_core.errors import UserError
 from dcd_core.prompts import read_prompts
-from diagnostics.histories import History, load_study, roll_out
+from diagnostics.histories import History, load_study
 from diagnostics.records import read_records
+from diagnostics.rollouts import roll_out
 
 DRAFTERS = ("amateur_head", "direct_head", "stronger")
 
@@ -67,9 +68,9 @@ def test_the_rows_are_those_of_plain_passes(world):
     study = load_study(*paths, "float64", "cpu", extra[0], [extra[1]], extra[2])
     (prompt, *_), stops = read_prompts(str(world / "prompts.jsonl"), paths[0])
     (made,) = roll_out(study.pair, [prompt], stops, 0.5, 6)
-    found = History.read(study, prompt, made.ids).quantities(0.5)
+    found = History.read(study, prompt, made).quantities(0.5)
     for index, position in enumerate(found["position"]):
-        text = torch.tensor([prompt.ids + made.ids[:position]])
+        text = torch.tensor([prompt.ids + made[:position]])
         expert, amateur = (model.forward_full(text, features=True) for model in (study.pair.expert, study.pair.amateur))
         log_p, log_q = (out.logits[0, -1].log_softmax(-1) for out in (expert, amateur))
         log_pi = target_log_probs([log_p, log_q], Target(alpha=0.5))

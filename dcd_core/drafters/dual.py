@@ -111,14 +111,20 @@ class HeadPair(nn.Module):
         rows: Int[Tensor, "batch row"],
         steps: int,
         next_embeds: Callable[[int, Tensor], Tensor],
+        survivors: Callable[[int], Tensor] | None = None,
     ) -> Iterator[Float[Tensor, "batch row both"]]:
         """As :meth:`Eagle3Head.unroll`: both heads in step, each following what is chosen from their joint state."""
         chosen: list[Tensor] = []
+        kept: list[Tensor] = []
+        alike = (lambda step: kept[step - 1]) if survivors else None
         sides = [
-            head.unroll(features, embeds, rows, steps, lambda step, _: chosen[step - 1])
+            head.unroll(features, embeds, rows, steps, lambda step, _: chosen[step - 1], alike)
             for head in (self.expert, self.amateur)
         ]
         for step in range(steps):
+            if step and survivors:
+                kept.append(survivors(step))
+                state = state[:, kept[-1]]
             if step:
                 chosen.append(next_embeds(step, state))
             state = torch.cat([next(side) for side in sides], dim=-1)

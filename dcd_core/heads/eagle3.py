@@ -270,6 +270,7 @@ class Eagle3Head(nn.Module):
         rows: Int[Tensor, "batch row"],
         steps: int,
         next_embeds: Callable[[int, Tensor], Tensor],
+        survivors: Callable[[int], Tensor] | None = None,
     ) -> Iterator[Float[Tensor, "batch row hidden"]]:
         """The drafts rooted at ``rows``, all in parallel: yields the recurrent states of steps 0, 1, ... ``steps - 1``.
 
@@ -281,6 +282,8 @@ class Eagle3Head(nn.Module):
             rows: roots of each text; repeat any root to fill a batch up.
             next_embeds: ``next_embeds(i, state)`` gives the ``[batch, row, hidden]`` embedded tokens of step ``i >= 1``
                 from the state of step ``i - 1``: the ground truth in training, the head's own choice in replay.
+            survivors: ``survivors(i)``, asked before that, gives the indices among the rows of step ``i - 1`` that go
+                on to step ``i`` (the same in every text); the others are worked on no more. By default all do.
         """
         dtype, blocks = self.fc.weight.dtype, self.blocks
         told, states, inputs = self._read(embeds.to(dtype), self.fuse(features))
@@ -288,6 +291,10 @@ class Eagle3Head(nn.Module):
         state, inputs = _pick(states, rows), _pick(inputs, rows)
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
         for index in range(steps):
+            if index and survivors is not None:
+                kept = survivors(index)
+                rows, state = rows[:, kept], state[:, kept]
+                own = [[(keys[:, :, kept], values[:, :, kept]) for keys, values in mine] for mine in own]
             tables = self.rotary.tables(rows + index, dtype)
             if index == 0:
                 heads = attend_rows(blocks[-1].self_attn.query(inputs, tables), rows, *told[-1], [])

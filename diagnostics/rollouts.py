@@ -1,0 +1,88 @@
+"""Vanilla contrastive decoding's own greedy answers: the texts that every study measures drafters on.
+
+They cost more than all that is read from them, and depend on the pair and the prompts only. So studies that are given
+one folder (`--rollouts`) write them once: a file per batch of prompts, named after everything that decides its answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from dcd_core.contrast import Target
+from dcd_core.decode import Prompt, Settings, decode
+from dcd_core.errors import UserError
+from dcd_core.files import check_output_folder, content_hash, write_json_atomic
+from dcd_core.methods import assemble
+from dcd_core.models import Pair
+from diagnostics.loading import fingerprint
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Where answers come from: one pair, its end-of-answer ids, and an answer's length; a folder keeps them.
+
+    Attributes:
+        models: the pair's names or folders; with `dtype` what tells one pair's answers from another's in the folder.
+        folder: "" keeps nothing.
+    """
+
+    pair: Pair
+    models: tuple[str, str]
+    dtype: str
+    stops: tuple[int, ...]
+    max_new_tokens: int
+    folder: str = ""
+
+    def __post_init__(self):
+        if self.folder:
+            check_output_folder(self.folder)
+
+    @cached_property
+    def key(self) -> list:
+        """What decides the answers beside prompts and contrast."""
+        models = [fingerprint(name) if Path(name).is_dir() else name for name in self.models]
+        return [*models, self.dtype, sorted(self.stops), self.max_new_tokens]
+
+    def answers(self, prompts: Sequence[Prompt], alpha: float) -> list[list[int]]:
+        """The greedy answer to every prompt, in their order, as ids.
+
+        Prompts are one batch: in half precision a row's near-ties may depend on its neighbours, so a batch of other
+        prompts has answers of its own.
+
+        Raises:
+            UserError: a damaged file in the folder.
+        """
+        if not self.folder:
+            return roll_out(self.pair, prompts, self.stops, alpha, self.max_new_tokens)
+        path = Path(self.folder) / f"{content_hash([self.key, alpha, [prompt.ids for prompt in prompts]])}.json"
+        if path.is_file():
+            return _read(path, len(prompts))
+        made = roll_out(self.pair, prompts, self.stops, alpha, self.max_new_tokens)
+        write_json_atomic(path, {"alpha": alpha, "answers": made})
+        return made
+
+
+def roll_out(
+    pair: Pair, prompts: Sequence[Prompt], stops: tuple[int, ...], alpha: float, max_new_tokens: int
+) -> list[list[int]]:
+    """Vanilla contrastive decoding's greedy answer to every prompt, as one batch.
+
+    Without contrast that is the expert's own answer, and the amateur is not run.
+    """
+    settings = Settings(target=Target(alpha=alpha, temperature=0.0), max_new_tokens=max_new_tokens, stop_ids=stops)
+    method = assemble("cd" if alpha else "ar", pair)
+    return [made.ids for made in decode(method, list(prompts), settings, max_batch=len(prompts))]
+
+
+def _read(path: Path, count: int) -> list[list[int]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["answers"]
+        if len(found) == count and all(isinstance(token, int) for answer in found for token in answer):
+            return found
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path} is damaged; delete it, and the same command makes it again")
