@@ -22,7 +22,7 @@ from dcd_core.files import TEMPORARY, check_output_folder, remove, write_text_at
 from diagnostics import paper
 from diagnostics.pages import fill_page
 from diagnostics.report_board import write_board
-from diagnostics.report_cross_alpha import cross_alpha_section
+from diagnostics.report_cross_alpha import across_section, cross_alpha_section
 from diagnostics.report_dual import dual_section
 from diagnostics.report_runs import Run, Section, find_runs
 from diagnostics.report_signal import pooled_section, signal_section
@@ -31,6 +31,7 @@ from diagnostics.report_training import training_section
 
 PAGE = "index.html"
 MARK = "Fast contrastive decoding with an expert-aligned drafter"  # in every page: an earlier report is known by it
+TOGETHER = {"cross-alpha": across_section, "signal": pooled_section}  # what several runs of a kind begin with
 SECTIONS = {
     "cross-alpha": cross_alpha_section,  # first: the page opens with its verdict
     "dual drafter": dual_section,
@@ -101,14 +102,21 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
     sections = []
     for kind, build in SECTIONS.items():
         own = [run for run in runs if run.kind == kind]
-        if kind == "signal" and len(own) > 1:
-            sections.append(pooled_section(own, page, config.resamples, config.seed))
+        if kind in TOGETHER and len(own) > 1:
+            sections.append(TOGETHER[kind](own, page, config.resamples, config.seed))
         for run in own:
             section = build(run, page, config.resamples, config.seed)
             section.name = run.name
             if len(own) > 1:  # else several topics of the opening would have one name
                 section.headlines = [replace(one, topic=f"{one.topic}, {run.name}") for one in section.headlines]
             sections.append(section)
+    shown = set()
+    for section in sections:
+        for picture in [one for one in section.pictures if one.once]:
+            if picture.caption in shown:
+                section.pictures.remove(picture)
+                picture.path.unlink()
+            shown.add(picture.caption)
     return sections
 
 

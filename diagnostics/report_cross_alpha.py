@@ -33,10 +33,7 @@ CEILING_CAPTION = (
 
 def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     """Summarise and draw one cross-alpha matrix."""
-    records = read_records(run.folder / "replays.parquet", "replays")
-    settings = records.provenance.get("settings", {})
-    gamma, margin = settings.get("gamma", GAMMA), settings.get("margin", MARGIN)
-    found = summarise_replays(records.rows, gamma, margin, resamples, seed)
+    records, found = _summarise(run, resamples, seed)
     section = Section(f"Should the drafter know about the contrast? {_where(records)}")
     section.headlines = headlines(found)
     section.text = [how(records, found, run.metrics.get("decoded", {}))]
@@ -45,6 +42,37 @@ def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Sect
     section.records = link(run.folder / "replays.parquet", page)
     section.scalars = scalars(found)
     return section
+
+
+def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Section:
+    """Several matrices beside each other, of heads of several sizes say: does the verdict change?"""
+    section = Section(f"Contrast-aware training in {len(runs)} runs, side by side")
+    section.text = [
+        "Each row is one run's verdict on training a drafter on the contrast strength that is decoded with, against "
+        "train-alpha 0 in that run; each run stands alone below, with its method and records."
+    ]
+    rows = []
+    for run in runs:
+        _, found = _summarise(run, resamples, seed)
+        for entry in found["verdicts"]:
+            length = found["lengths"][0][found["infer_alphas"].index(entry["infer_alpha"])]
+            change = percent(entry["change"], 2, sign=True) if "change" in entry else ""
+            realised = points(entry["acceptance_change"], 2, sign=True)
+            ceiling = points(entry["headroom_tv"], 2)
+            name = [run.name, f"{entry['infer_alpha']:g}", str(len(found["seeds"])), count(found["prompts"])]
+            rows.append([*name, f"{length:.3f}", change, ceiling, realised, entry["verdict"]])
+    headers = ["run", "alpha", "training runs", "prompts", "L of train-alpha 0", "change of L"]
+    headers += ["ceiling, points", "realised, points", "verdict"]
+    caption = "Change of accepted drafts a round; ceiling and gain in points of acceptance per drafted token"
+    section.tables = [Table(caption, headers, rows)]
+    return section
+
+
+def _summarise(run: Run, resamples: int, seed: int) -> tuple[Records, dict]:
+    records = read_records(run.folder / "replays.parquet", "replays")
+    settings = records.provenance.get("settings", {})
+    gamma, margin = settings.get("gamma", GAMMA), settings.get("margin", MARGIN)
+    return records, summarise_replays(records.rows, gamma, margin, resamples, seed)
 
 
 def scalars(found: dict) -> dict[str, float]:
@@ -123,7 +151,13 @@ def pictures(found: dict, page: Path, name: str) -> list[Picture]:
     if found["verdicts"]:
         drawn["ceiling"] = (plots_matrix.ceiling_bars(found["verdicts"]), CEILING_CAPTION, "bars of ceiling and gain")
     return [
-        Picture(plots.save_png(figure, page / f"{name}-{part}.png"), caption, alt, wide="matrix" in part)
+        Picture(
+            plots.save_png(figure, page / f"{name}-{part}.png"),
+            caption,
+            alt,
+            wide="matrix" in part,
+            once=part.startswith("paper"),
+        )
         for part, (figure, caption, alt) in drawn.items()
     ]
 

@@ -43,6 +43,7 @@ class Picture:
     caption: str
     description: str
     wide: bool = False
+    once: bool = False  # the same for every run: the page shows it for the first
 
     @property
     def data(self) -> str:

@@ -9,6 +9,7 @@ import pytest
 import synthetic_records
 from synthetic_runs import matrix_run
 
+import diagnostics.report as report
 from diagnostics import paper, plots_matrix
 from diagnostics.cross_alpha_summary import summarise_replays
 from diagnostics.records import read_records, write_records
@@ -119,3 +120,18 @@ def test_one_prompt_and_a_control_never_accepted_are_drawn_too(tmp_path):
     for draw in (plots_matrix.matrix_map, plots_matrix.change_intervals):
         assert draw(found).axes
     assert plots_matrix.ceiling_bars(found["verdicts"]).axes
+
+
+def test_several_matrices_stand_side_by_side_first(tmp_path):
+    """Heads of two sizes: the small one gains, the large one loses, and one table says so."""
+    for name, effect in (("small", 0.06), ("large", -0.06)):
+        matrix_run(tmp_path / "runs" / name, effect=effect, prompts=30, seeds=(0,), infer_alphas=(0.0, 0.3))
+    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
+    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    titles = re.findall("<h2>(.*?)</h2>", page)
+    assert titles[0] == "Contrast-aware training in 2 runs, side by side" and len(titles) == 3
+    table = re.search("<tbody>(.*?)</tbody>", page, flags=re.S)[1]
+    cells = [re.findall("<td>(.*?)</td>", row) for row in table.split("</tr>")[:2]]
+    assert [(row[0], row[1], row[-1]) for row in cells] == [("large", "0.3", "hurts"), ("small", "0.3", "helps")]
+    assert page.count("The paper&#39;s matrices") == 1, "the paper's numbers are the same for both"
+    assert len(list((tmp_path / "page").glob("*.png"))) == page.count("data:image/png") == 7
