@@ -99,8 +99,9 @@ def dual_run(folder, dual: float = -0.08, **more):
 
 
 def runs_of_every_kind(folder):
-    """One of each, as wide as they come: every kind of draft, two data sets, methods of long names."""
+    """One of each, two matrices, as wide as they come: every kind of draft, two data sets, long names of methods."""
     matrix_run(folder / "matrix", {"checked": 40, "equal": 39, "near-tie": 1, "different": 0}, prompts=40)
+    matrix_run(folder / "matrix_of_deep_heads", prompts=8, seeds=(0,), infer_alphas=(0.0, 0.3), official=False)
     dual_run(folder / "dual", prompts=40)
     columns = synthetic_records.with_drafts(synthetic_records.positions(prompts=12, length=30))
     columns["dataset"] = np.where(np.arange(len(columns["signal"])) % 60 < 30, "held-out", "facts")

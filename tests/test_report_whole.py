@@ -16,7 +16,15 @@ from dcd_core.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
 RUN = "import diagnostics.report as entry; sys.exit(entry.run_entry(entry.main))"
-TITLES = ("Should the drafter know", "Dual drafter", "Signal and drafter error", "Speed", "Is it lossless", "Training")
+TITLES = (
+    "Contrast-aware training in 2 runs",
+    "Should the drafter know",
+    "Dual drafter",
+    "Signal and drafter error",
+    "Speed",
+    "Is it lossless",
+    "Training",
+)
 
 
 def without_torch(code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -50,7 +58,7 @@ def test_the_page_holds_every_section(folder):
     page = (folder / "page" / "index.html").read_text(encoding="utf-8")
     titles = re.findall(r"<h2>(.*?)</h2>", page)
     assert all(any(title.startswith(words) for title in titles) for words in TITLES)
-    assert len(titles) == len(TITLES) + 1, "two trainings"
+    assert len(titles) == len(TITLES) + 2, "two matrices, two trainings"
     assert page.count("data:image/png") == len(list((folder / "page").glob("*.png"))) > 25
     assert page.index("contrast-aware training at alpha") < page.index("<h2>"), "it opens with the verdict"
 
