@@ -107,7 +107,8 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
         for run in own:
             section = build(run, page, config.resamples, config.seed)
             section.name = run.name
-            if len(own) > 1:  # else several topics of the opening would have one name
+            if len(own) > 1:  # else several sections, and topics of the opening, could have one name
+                section.title += f" ({run.name})" if kind != "training" else ""  # whose title has it already
                 section.headlines = [replace(one, topic=f"{one.topic}, {run.name}") for one in section.headlines]
             sections.append(section)
     shown = set()

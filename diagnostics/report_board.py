@@ -4,7 +4,6 @@ TensorBoard shows one picture per tag, with its caption, and one point per numbe
 with its name, so that they stand together.
 """
 
-import struct
 import time
 from pathlib import Path
 
@@ -53,6 +52,6 @@ def _values(section: Section) -> list:
 def _image(tag: str, picture: Picture) -> Summary.Value:
     """The PNG as it is, with its caption beneath."""
     data = picture.path.read_bytes()
-    width, height, _, colour = struct.unpack(">IIBB", data[16:26])  # the header chunk of every PNG
-    image = Summary.Image(height=height, width=width, colorspace=CHANNELS[colour], encoded_image_string=data)
+    width, height = picture.size
+    image = Summary.Image(height=height, width=width, colorspace=CHANNELS[data[25]], encoded_image_string=data)
     return Summary.Value(tag=tag, image=image, metadata=SummaryMetadata(summary_description=picture.caption))

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import struct
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ MARKS = {
     "positions.parquet": "signal",
     "rounds.parquet": "benchmark",
 }
+CSS_PIXELS = 0.64  # for one of a figure's 170 pixels an inch: its text of 9 points is shown at 13 CSS pixels
 DEPTH = 3  # folders below a given one that are searched
 PROVENANCE = ("command.txt", "config.yaml", "versions.json", "git_sha.txt")
 
@@ -49,6 +51,16 @@ class Picture:
     def data(self) -> str:
         """The PNG as base64, so that the page needs no other file."""
         return base64.b64encode(self.path.read_bytes()).decode()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, from the header chunk of the PNG."""
+        return struct.unpack(">II", self.path.read_bytes()[16:24])
+
+    @property
+    def width(self) -> int:
+        """How wide the page shows it where there is room, in CSS pixels: text is as large in every figure."""
+        return round(self.size[0] * CSS_PIXELS)
 
 
 @dataclass(frozen=True)

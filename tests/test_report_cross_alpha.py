@@ -130,6 +130,7 @@ def test_several_matrices_stand_side_by_side_first(tmp_path):
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     titles = re.findall("<h2>(.*?)</h2>", page)
     assert titles[0] == "Contrast-aware training in 2 runs, side by side" and len(titles) == 3
+    assert titles[1].endswith("(large)") and titles[2].endswith("(small)")
     table = re.search("<tbody>(.*?)</tbody>", page, flags=re.S)[1]
     cells = [re.findall("<td>(.*?)</td>", row) for row in table.split("</tr>")[:2]]
     assert [(row[0], row[1], row[-1]) for row in cells] == [("large", "0.3", "hurts"), ("small", "0.3", "helps")]
