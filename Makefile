@@ -25,7 +25,7 @@ RUN := $(VENV)/bin/python
 OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py tests/test_batch.py tests/test_decode_types.py \
   tests/test_custom_generate.py
 
-.PHONY: help setup test test-newest test-oldest quality demo certify identity speed decoders head-300k clean
+.PHONY: help setup test test-newest test-oldest quality demo cross-alpha certify identity speed decoders head-300k clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -70,6 +70,9 @@ quality: $(STAMP) ## ruff, and which room may import which
 
 demo: $(STAMP) ## the whole of it on a small real pair, up to runs/demo/report/index.html
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/demo.yaml --started $(STARTED)
+
+cross-alpha: $(STAMP) ## should the drafter know about the contrast? the whole experiment on a toy pair (about 3 min)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/cross_alpha_toy.yaml
 
 # These start from a finished demo and leave their results in a folder of their own beside it.
 certify: demo ## is decoding lossless, and would the tests have seen it if it were not? one page (about an hour)
