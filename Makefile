@@ -29,7 +29,8 @@ RUN := $(VENV)/bin/python
 OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py tests/test_batch.py tests/test_decode_types.py \
   tests/test_custom_generate.py
 
-.PHONY: help setup test test-newest test-oldest quality demo certify identity speed decoders head-300k report clean
+.PHONY: help setup test test-newest test-oldest quality demo cross-alpha certify identity speed decoders head-300k contrast \
+  report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -75,6 +76,9 @@ quality: $(STAMP) ## ruff, and which room may import which
 demo: $(STAMP) ## the whole of it on a small real pair, up to runs/demo/report/index.html
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/demo.yaml --started $(STARTED)
 
+cross-alpha: $(STAMP) ## should the drafter know about the contrast? the whole experiment on a toy pair (about 3 min)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/cross_alpha_toy.yaml
+
 # These start from a finished demo and leave their results in a folder of their own beside it.
 certify: demo ## is decoding lossless, and would the tests have seen it if it were not? one page (about an hour)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/certify.yaml
@@ -90,6 +94,9 @@ decoders: demo ## every decoder on the demo's pair: trees, hybrid, deferred, bat
 
 head-300k: demo ## a head trained on 300 k tokens, and its accepted length on the way (about 60 min)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/head_300k.yaml
+
+contrast: demo ## should the drafter know about the contrast? the experiment on the demo's pair (about 6 hours)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/contrast.yaml
 
 # Redrawn from what is there: nothing is run again, whatever has changed since.
 report: $(STAMP) ## redraw one page from the records of finished runs: RECORDS="folder ..." REPORT=folder (a minute)

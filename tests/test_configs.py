@@ -10,12 +10,15 @@ from test_layout import ENTRIES, name
 
 from data_prep.pipeline import ROOT, Stage, fill, load_pipeline
 from dcd_core.config import parse_config
+from diagnostics.paper import CROSS_ALPHAS
 
 CONFIGS = ROOT / "configs"
 # settings that a file leaves to the command line
 GIVEN = {
     "diagnostics.benchmark": ["--expert", "e", "--prompts", "p", "--output", "o"],
     "diagnostics.signal_error": [f"--{flag}=x" for flag in ("expert", "amateur", "head", "prompts", "output")],
+    "diagnostics.cross_alpha": [f"--{flag}=x" for flag in ("expert", "amateur", "family", "prompts", "output")],
+    "diagnostics.dual_drafter": [f"--{flag}=x" for flag in ("expert", "amateur", "family", "prompts", "output")],
     "train.eagle3": ["--expert", "e", "--train_tokens", "t", "--output", "o"],
     "train.amateur": ["--expert", "e", "--train_tokens", "t", "--output", "o"],
     "train.cross_alpha": ["--expert", "e", "--amateur", "a", "--train_tokens", "t", "--output", "o"],
@@ -26,6 +29,8 @@ READERS = {
     "pairs/": ["diagnostics.benchmark", "diagnostics.signal_error"],
     "benchmark/": ["diagnostics.benchmark"],
     "signal_error/": ["diagnostics.signal_error"],
+    "cross_alpha/": ["diagnostics.cross_alpha"],
+    "dual_drafter/": ["diagnostics.dual_drafter"],
     "train/eagle3_": ["train.eagle3"],
     "train/amateur_": ["train.amateur"],
     "train/cross_alpha_": ["train.cross_alpha"],
@@ -62,6 +67,18 @@ CASES = [(path, module) for path in FILES for module in readers(path)]
 @pytest.mark.parametrize("path, module", CASES, ids=[f"{path.stem}-{module}" for path, module in CASES])
 def test_a_settings_file_is_read_by_its_script(path, module):
     assert parse_config(settings(module), ["--config", str(path), *GIVEN[module]])
+
+
+def test_the_papers_matrix_trains_and_decodes_with_the_same_alphas():
+    matrix = parse_config(
+        settings("diagnostics.cross_alpha"),
+        ["--config", str(CONFIGS / "cross_alpha/paper.yaml"), *GIVEN["diagnostics.cross_alpha"]],
+    )
+    for pair in ("qwen3", "llama3", "llama3_70b", "llama_eft"):
+        trained = parse_config(
+            settings("train.cross_alpha"), ["--config", str(CONFIGS / f"train/cross_alpha_{pair}.yaml")]
+        )
+        assert tuple(trained.train_alphas) == tuple(matrix.infer_alphas) == CROSS_ALPHAS
 
 
 def test_pair_and_protocol_combine():
@@ -106,6 +123,10 @@ def test_a_stage_reads_what_is_there_or_made_before(pipeline):
 def test_the_demo_keeps_its_budget():
     install_s = 120
     assert sum(stage.budget_s for stage in PIPELINES["demo"].stages) + install_s <= 30 * 60
+
+
+def test_the_toy_experiment_keeps_its_budget():
+    assert sum(stage.budget_s for stage in PIPELINES["cross_alpha_toy"].stages) <= 5 * 60
 
 
 @pytest.mark.parametrize("path", ENTRIES, ids=name)

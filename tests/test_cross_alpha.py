@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import tiny
 import torch
+from launched import launch
 from tiny_family import AMATEUR_LAYERS, make_family
 from tiny_world import make_world
 
@@ -174,6 +175,17 @@ def test_a_stopped_run_goes_on(world, run, tmp_path, monkeypatch):
     assert len(calls) == 12, "two of four batches were kept"
     whole, resumed = (read_records(folder / "replays.parquet", "replays").rows for folder in (run, tmp_path / "out"))
     pd.testing.assert_frame_equal(whole, resumed)
+
+
+def test_two_ranks_find_what_one_finds(world, run, tmp_path):
+    """Behind the real launcher: the same records and summary, told once, and nothing left of the pieces."""
+    printed = launch("diagnostics/cross_alpha.py", *flags(world, tmp_path / "two", "--decode=3"))
+    assert printed.count("decoded for real: 6 answers, 6 equal") == 1
+    one, two = (read_records(folder / "replays.parquet", "replays") for folder in (run, tmp_path / "two"))
+    pd.testing.assert_frame_equal(one.rows, two.rows)
+    summaries = [json.loads((folder / "metrics.json").read_text()) for folder in (run, tmp_path / "two")]
+    assert summaries[0] == summaries[1]
+    assert not (tmp_path / "two" / "parts").exists()
 
 
 def test_a_replay_that_is_not_decoding_is_no_finished_run(world, tmp_path, monkeypatch, capsys):

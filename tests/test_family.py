@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import save_tiny, tiny_config
 from toy_training import family_flags, make_toy_pair, toy_samples
 
 import train.cross_alpha as cross_alpha
@@ -63,25 +63,11 @@ def test_a_family_is_read_as_it_was_trained(run):
         family.member(0.3, 1)
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-def test_a_member_that_differs_in_any_control_is_refused_by_its_name(run, tmp_path, control):
-    def change(manifest):
-        manifest["members"][-1]["held_fixed"][control] = "something else"
-
-    with pytest.raises(UserError, match=f"not matched: {control} is .* but something else for train-alpha 0.5, seed 1"):
-        Family.read(tampered(run, tmp_path / "run", change))
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_a_manifest_that_is_silent_on_a_control_is_refused(run, tmp_path, control):
-    def change(manifest):
-        del manifest["members"][0]["held_fixed"][control]
-
-    with pytest.raises(UserError, match=f"does not say what its {control} was"):
-        Family.read(tampered(run, tmp_path / "run", change))
-
-
+# what the trainer is given differently, and the control that must be named; "" if nothing is changed by it
 FLIPS = {
+    "--expert={other}/expert": "expert",
+    "--amateur={toy}/expert": "amateur",
+    "--train_tokens={other}/train.parquet": "training texts",
     "--head_layers=2": "head shape",
     "--head_intermediate_size=48": "head shape",
     "--max_length=9": "training texts",
@@ -110,29 +96,53 @@ FLIPS = {
 }
 
 
+WITHOUT_A_FLAG = ("trained parameters", "position mask rule", PER_SEED)
+
+
+def test_every_control_is_flipped_below():
+    assert set(FLIPS.values()) - {""} | set(WITHOUT_A_FLAG) == set(CONTROLS)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Another expert, and other texts."""
+    folder = tmp_path_factory.mktemp("other")
+    save_tiny(folder / "expert", seed=5)
+    write_tokens(folder / "train.parquet", toy_samples(30, seed=5), {})
+    return folder
+
+
 @pytest.mark.parametrize("flip", FLIPS)
-def test_a_run_with_any_control_flipped_does_not_join_the_family(toy, run, tmp_path, flip):
+def test_a_run_with_any_control_flipped_does_not_join_the_family(toy, other, run, tmp_path, flip):
     """The trainer itself: one more train-alpha, from another run with one setting changed."""
-    more = family_flags(toy, tmp_path / "run", *SHORT, "--train_alphas", "0.3", "--seeds", "0", "1", *flip.split())
-    cross_alpha.main(more)
+    changed = [part.format(toy=toy, other=other) for part in flip.split()]
+    seeds = ["--seeds", "0"] if FLIPS[flip] else ["--seeds", "0", "1"]
+    cross_alpha.main(family_flags(toy, tmp_path / "run", *SHORT, "--train_alphas", "0.3", *seeds, *changed))
     if FLIPS[flip]:
         with pytest.raises(UserError, match=f"not matched: {FLIPS[flip]} is "):
             Family.read(run, tmp_path / "run")
-    else:  # nothing is changed: it joins
+    else:  # it joins
         assert Family.read(run, tmp_path / "run").alphas == (0.0, 0.3, 0.5)
 
 
-def test_other_models_texts_and_vocabularies_do_not_join_the_family(toy, run, tmp_path):
-    other = make_toy_pair(tmp_path / "other")
-    write_tokens(other / "train.parquet", toy_samples(30, seed=5), {})
-    for flip, control in (
-        (f"--train_tokens={other / 'train.parquet'}", "training texts"),
-        (f"--amateur={toy / 'expert'}", "amateur"),
-    ):
-        output = tmp_path / control
-        cross_alpha.main(family_flags(toy, output, *SHORT, "--train_alphas", "0.3", "--seeds", "0", "1", flip))
-        with pytest.raises(UserError, match=f"not matched: {control} is "):
-            Family.read(run, output)
+@pytest.mark.parametrize("control", WITHOUT_A_FLAG)
+def test_a_member_that_differs_in_what_no_flag_sets_is_refused_by_its_name(run, tmp_path, control):
+    def change(manifest):
+        manifest["members"][-1]["held_fixed"][control] = "something else"
+
+    with pytest.raises(UserError, match=f"not matched: {control} is .* but something else for train-alpha 0.5, seed 1"):
+        Family.read(tampered(run, tmp_path / "run", change))
+
+
+def test_a_manifest_that_is_silent_on_a_control_is_refused(run, tmp_path):
+    path = tampered(run, tmp_path / "run", lambda manifest: None) / MANIFEST
+    whole = path.read_text()
+    for control in CONTROLS:
+        manifest = json.loads(whole)
+        del manifest["members"][0]["held_fixed"][control]
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(UserError, match=f"does not say what its {control} was"):
+            Family.read(path.parent)
 
 
 def test_what_is_no_family_is_one_clear_line(toy, run, tmp_path):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from followed import Follows
 from naive import near_pair, some_prompts
-from tiny import SPECIALS, VOCAB, WORDS, save_tiny, tiny_causal_lm, tiny_pair, tiny_tokenizer
+from tiny import VOCAB, save_tiny, tiny_causal_lm, tiny_pair, tiny_tokenizer
 
+from data_prep.toy_language import SPECIALS, WORDS
 from dcd_core.contrast import Target
 from dcd_core.decode import Settings, decode
 from dcd_core.draft import Shape

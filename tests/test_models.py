@@ -6,10 +6,11 @@ import weakref
 
 import pytest
 import torch
-from tiny import KINDS, SPECIALS, VOCAB, WORDS, save_tiny, tiny_causal_lm, tiny_model, tiny_tokenizer
+from tiny import KINDS, VOCAB, save_tiny, tiny_causal_lm, tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from data_prep.toy_language import SPECIALS, WORDS
 from dcd_core.errors import UserError
 from dcd_core.models import (
     LanguageModel,

@@ -5,11 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import TEMPLATE, save_tiny, tiny_causal_lm
+from tiny import save_tiny, tiny_causal_lm
 
 from data_prep import regenerate
 from data_prep.answers import plan
 from data_prep.resumable import PartialFile
+from data_prep.toy_language import TEMPLATE
 from dcd_core.chat import Chat
 from dcd_core.decode import Generation
 from dcd_core.errors import UserError

@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from tiny import TEMPLATE, save_tiny
+from tiny import save_tiny
 
 from data_prep.token_files import Sample, read_metadata, read_tokens, write_tokens
 from data_prep.tokenise import main
+from data_prep.toy_language import TEMPLATE
 from dcd_core.chat import Chat, stop_ids
 from dcd_core.errors import UserError
 

@@ -247,7 +247,6 @@ def test_a_family_that_is_redone_keeps_nothing_of_the_old_one(toy, finished, tmp
         (["--seeds", "0", "2"], "seeds was [0, 1], now [0, 2]"),
         (["--members_at_a_time=2"], "members_at_a_time was 0, now 2"),
         (["--input=amateur_zeroed"], "input was dual, now amateur_zeroed"),
-        (["--lr=1e-3"], "lr was 0.003, now 0.001"),
         (["--amateur={toy}/expert"], "amateur weights was"),
         (["--head_layers=2"], "head_layers was 1, now 2"),
     ],

@@ -7,32 +7,14 @@ norms, a head_dim that is not hidden / heads, and logits padded beyond its token
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from data_prep.toy_language import IDS
+from data_prep.toy_language import toy_tokenizer as tiny_tokenizer
 from dcd_core.models import LanguageModel, Pair
 
-VOCAB = 96
+VOCAB = len(IDS)  # 96
 KINDS = ("smol", "llama3", "qwen3")
-WORDS = [f"w{index}" for index in range(VOCAB - 8)]
-SPECIALS = ["<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", "\n"]
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|> ' + message['role'] + ' \n ' + message['content'] + ' <|im_end|> \n ' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|> assistant \n ' }}{% endif %}"
-)
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per word, 96 ids, a ChatML-like template; '<|im_end|>' (id 3) ends a turn."""
-    vocabulary = {token: index for index, token in enumerate(SPECIALS + WORDS)}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(" ", behavior="removed")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, unk_token="<unk>", pad_token="<pad>", eos_token="<|im_end|>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def tiny_config(kind: str, layers: int = 8):
