@@ -201,7 +201,10 @@ class _Parser(HfArgumentParser):
 
     def __init__(self, cls: type, description: str | None):
         self.source = ""
+        types = {field.name: field.type for field in dataclasses.fields(cls)}
         super().__init__(cls, description=description, formatter_class=_HelpFormatter, allow_abbrev=False)
+        for field in dataclasses.fields(cls):  # it takes the None out of their types, in the class itself and its bases
+            field.type = types[field.name]
         # argparse takes -1e-3 for an option; there is no public setting for what a negative number looks like
         self._negative_number_matcher = NEGATIVE_NUMBER
         self.fields = {field.name: field for field in dataclasses.fields(cls) if field.init}

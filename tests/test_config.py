@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Literal
 
@@ -73,6 +73,19 @@ def test_yaml_of_every_kind(file):
     assert parse_config(Config, file("expert: null\nnames: null")) == Config(), (
         "null is the default, not the text 'null'"
     )
+
+
+def test_reading_flags_leaves_the_settings_class_as_it_was():
+    """Also the types of fields that it has from a class which others inherit too."""
+
+    @dataclass(kw_only=True)
+    class Inherits(Config):
+        more: float | None = field(default=None, metadata={"help": "a number or nothing"})
+
+    before = {item.name: item.type for item in fields(Inherits)}
+    assert parse_config(Inherits, ["--more=1", "--limit=2"]).limit == 2
+    assert {item.name: item.type for item in fields(Inherits)} == before
+    assert before["limit"] == (int | None) == {item.name: item.type for item in fields(Config)}["limit"]
 
 
 def test_the_typed_flag_wins_wherever_it_stands(file):
