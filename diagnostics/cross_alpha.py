@@ -70,7 +70,6 @@ class Config:
     rollouts: str = field(
         default="", metadata={"help": "folder that keeps the greedy texts, for several studies of one pair and prompts"}
     )
-    shuffle_seed: int = field(default=0, metadata={"help": "the --seed of a control with --input amateur_shuffled"})
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
     resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts and seeds"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
@@ -93,7 +92,7 @@ class Config:
         if not self.margin > 0:
             raise ValueError(f"--margin must be above 0, got {self.margin}")
         self.dataset = self.dataset or short_name(self.prompts).removesuffix(".jsonl")
-        refuse_below(self, gamma=1, batch=1, resamples=1, max_new_tokens=2, limit=0, decode=0, seed=0, shuffle_seed=0)
+        refuse_below(self, gamma=1, batch=1, resamples=1, max_new_tokens=2, limit=0, decode=0, seed=0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,9 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     places = find_places(config.family, config.controls)
     ranks = join(config.device)
-    pair, members = load_members(
-        config.expert, config.amateur, places, config.dtype, str(ranks.device), config.shuffle_seed
-    )
+    pair, members = load_members(config.expert, config.amateur, places, config.dtype, str(ranks.device))
     parts, folder = begin(config, argv, result_settings(config, places), ranks)
     texts = Rollouts(pair, (config.expert, config.amateur), config.dtype, stops, config.max_new_tokens, config.rollouts)
     decoded = {prompt.id: place for place, prompt in enumerate(prompts[: config.decode])}

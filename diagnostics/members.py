@@ -26,7 +26,8 @@ METHODS = {"dual": "cross_alpha", "expert_only": "dcd_eagle3"}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a drafter stands among those that are compared, before it is loaded."""
+    """Where a drafter stands among those that are compared, before it is loaded; `shuffle_seed` is that of a shuffled
+    input."""
 
     group: str
     name: str
@@ -34,15 +35,15 @@ class Place:
     input: str
     train_alpha: float
     seed: int
+    shuffle_seed: int = 0
 
 
 @dataclass(frozen=True)
 class Member:
-    """One drafter and its place; `shuffle_seed` is that of a shuffled input."""
+    """One drafter and its place."""
 
     place: Place
     head: Eagle3Head
-    shuffle_seed: int = 0
 
     @property
     def method(self) -> str | None:
@@ -52,7 +53,7 @@ class Member:
     def rollout(self, text: Text) -> Rollout:
         """A text with the features that this drafter reads."""
         width = self.head.config.feature_widths[1]
-        joined = join_features(text.features, text.amateur_features, width, self.place.input, self.shuffle_seed)
+        joined = join_features(text.features, text.amateur_features, width, self.place.input, self.place.shuffle_seed)
         return Rollout(text.ids, text.prompt_length, joined[0])
 
 
@@ -115,13 +116,12 @@ def find_places(family: list[str], controls: list[str]) -> list[Place]:
 
 def _members(group: str, family: Family) -> list[Place]:
     return [
-        Place(group, f"alpha_{m.alpha:g}_seed_{m.seed}", str(m.path), m.input, m.alpha, m.seed) for m in family.members
+        Place(group, f"alpha_{m.alpha:g}_seed_{m.seed}", str(m.path), m.input, m.alpha, m.seed, m.shuffle_seed)
+        for m in family.members
     ]
 
 
-def load_members(
-    expert: str, amateur: str, places: list[Place], dtype: str, device: str, shuffle_seed: int = 0
-) -> tuple[Pair, list[Member]]:
+def load_members(expert: str, amateur: str, places: list[Place], dtype: str, device: str) -> tuple[Pair, list[Member]]:
     """The pair, and every drafter.
 
     Raises:
@@ -137,7 +137,7 @@ def load_members(
             raise UserError(f"{place.path} taps other layers than {places[first].path}; compare them in two runs")
     pair, head = load_models(expert, amateur, places[first].path, dtype, device)
     heads = [head if index == first else head_for(pair, place.path) for index, place in enumerate(places)]
-    return pair, [Member(place, own, shuffle_seed) for place, own in zip(places, heads, strict=True)]
+    return pair, [Member(place, own) for place, own in zip(places, heads, strict=True)]
 
 
 def read_amateur(members: list[Member]) -> bool:

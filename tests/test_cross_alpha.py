@@ -16,6 +16,7 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Settings, decode
 from dcd_core.divergence import acceptance, total_variation
 from dcd_core.errors import UserError
+from dcd_core.heads.family import join_features
 from dcd_core.methods import assemble
 from dcd_core.models import load_pair
 from dcd_core.prompts import read_prompts
@@ -252,3 +253,19 @@ def test_refusals(world, tmp_path, more, message):
     with pytest.raises(UserError, match=message):
         entry.main(flags(world, tmp_path / "no", *more))
     assert not (tmp_path / "no").exists()
+
+
+def test_a_shuffled_control_is_shuffled_as_in_its_training(world, tmp_path):
+    """By the seed that its manifest names, not by one that the user must remember."""
+    make_family(tmp_path / "other", alphas=(0.0,), seeds=(0,), reads="amateur_shuffled", shuffle_seed=7)
+    places = find_places([str(world / "family")], [str(world / "amateur_shuffled"), str(tmp_path / "other")])
+    shuffled = [place for place in places if place.input == "amateur_shuffled"]
+    assert [place.shuffle_seed for place in shuffled] == [0, 7]
+    pair, members = load_members(str(world / "expert"), str(world / "amateur"), shuffled, "float64", "cpu")
+    (prompt, *_), _ = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"))
+    text = Text.read(pair, prompt, list(range(8)), amateur_features=True)
+    width = members[0].head.config.feature_widths[1]
+    for member, seed in zip(members, (0, 7), strict=True):
+        wanted = join_features(text.features, text.amateur_features, width, "amateur_shuffled", seed)[0]
+        assert torch.equal(member.rollout(text).features, wanted)
+    assert not torch.equal(*(member.rollout(text).features for member in members))

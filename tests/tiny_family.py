@@ -40,7 +40,14 @@ def head(kind: str, alpha: float, seed: int, reads: str, known: SimpleNamespace)
 
 
 def make_family(
-    folder: Path, kind: str = "smol", alphas=(0.0, 0.5), seeds=(0, 1), reads: str = "dual", ids=range(40), **changed
+    folder: Path,
+    kind: str = "smol",
+    alphas=(0.0, 0.5),
+    seeds=(0, 1),
+    reads: str = "dual",
+    ids=range(40),
+    shuffle_seed: int = 0,
+    **changed,
 ) -> Path:
     """The folder of a run whose heads draft `ids`; `changed` are controls of the last member that differ from the
     others' ("_" for " ")."""
@@ -53,6 +60,6 @@ def make_family(
             if (alpha, seed) == (alphas[-1], seeds[-1]):
                 fixed |= {name.replace("_", " "): value for name, value in changed.items()}
             weights = file_hash(path / "model.safetensors")
-            members.append(FamilyMember(alpha, seed, reads, path, fixed, weights))
+            members.append(FamilyMember(alpha, seed, reads, path, fixed, weights, shuffle_seed))
     write_manifest(folder, "cross_alpha", members)
     return folder
