@@ -4,11 +4,11 @@
 
 `--records` takes run folders, or folders that hold them: cross-alpha matrices (replays.parquet), dual-drafter studies
 (dual_replays.parquet), signal studies (positions.parquet; several are pooled too), benchmarks (rounds.parquet),
-identity checks, and trained heads or amateurs (metrics.json with a history). Writes index.html, with every figure
-embedded, and the figures as PNG beside it; an earlier report there is replaced. TensorBoard gets every figure and the
-headline numbers too, as one more run: in tensorboard/ in the output folder (`tensorboard --logdir runs/demo` finds them
-there, beside the training curves) or in the folder that `--tensorboard` names. Needs no torch and no models; the same
-records give the same page.
+identity checks, and trained heads, amateurs or families (metrics.json with a history). Writes index.html, with every
+figure embedded, and the figures as PNG beside it; an earlier report there is replaced. TensorBoard gets every figure
+and the headline numbers too, as one more run: in tensorboard/ in the output folder (`tensorboard --logdir runs/demo`
+finds them there, beside the training curves) or in the folder that `--tensorboard` names. Needs no torch and no
+models; the same records give the same page.
 """
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (a backend for plots without a display)
@@ -24,6 +24,7 @@ from diagnostics.pages import fill_page
 from diagnostics.report_board import write_board
 from diagnostics.report_cross_alpha import across_section, cross_alpha_section
 from diagnostics.report_dual import dual_section
+from diagnostics.report_family import family_section
 from diagnostics.report_runs import Run, Section, find_runs
 from diagnostics.report_signal import pooled_section, signal_section
 from diagnostics.report_speed import identity_section, speed_section
@@ -39,6 +40,7 @@ SECTIONS = {
     "benchmark": speed_section,
     "identity": identity_section,
     "training": training_section,
+    "family": family_section,
 }
 
 

@@ -164,7 +164,8 @@ def _read(folder: Path, mark: str) -> Run | None:
         raise UserError(f"{path} cannot be read: {problem}") from None
     if not isinstance(metrics, dict):
         raise UserError(f"{path} must hold an object")
-    kind = mark or ("identity" if "checks" in metrics else "training" if "history" in metrics else "")
+    told = {"checks": "identity", "history": "training", "members": "family"}
+    kind = mark or next((kind for name, kind in told.items() if name in metrics), "")
     if not kind:
         return None
     texts = {

@@ -58,6 +58,19 @@ def head_run(folder):
     )
 
 
+def family_run(folder, alphas=(0, 0.3), seeds=(0, 1), evaluated=True):
+    members = {}
+    for alpha in alphas:
+        for seed in seeds:
+            history = [
+                {"step": step, "loss": 5 - alpha - step / 10 + seed, "accuracy/0": step / 100} for step in (10, 20)
+            ]
+            last = {"loss": 3.1, "accuracy/0": 0.2 + alpha + seed / 100, "accepted_length": 0.5 + seed / 8}
+            found = {"steps": 20, "history": history, "train": history[-1], "eval": last if evaluated else {}}
+            members[f"alpha_{alpha:g}_seed_{seed}"] = found
+    write_metrics(folder, {"texts": 5, "answer_tokens": 50000, "members": members})
+
+
 def amateur_run(folder):
     held_out = {"kl": 1.064, "top1_agreement": 0.587, "amateur_perplexity": 9.5}
     times = {"expert_ms": 40.0, "amateur_ms": 24.0, "latency_ratio": 0.6}
@@ -109,5 +122,6 @@ def runs_of_every_kind(folder):
     forms = {"dcd_ngram": "dcd_hybrid@5x4:20+deferred", "dcd_eagle3": "dcd_eagle3@12x8:40+lazy"}
     benchmark_run(folder / "benchmark", names=forms)
     identity_run(folder / "identity")
+    family_run(folder / "family")
     head_run(folder / "head")
     amateur_run(folder / "amateur")
