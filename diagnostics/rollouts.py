@@ -1,7 +1,8 @@
 """Vanilla contrastive decoding's own greedy answers: the texts that every study measures drafters on.
 
-They cost more than all that is read from them, and depend on the pair and the prompts only. So studies that are given
-one folder (`--rollouts`) write them once: a file per batch of prompts, named after everything that decides its answers.
+They cost more than all that is read from them, and depend on the pair and the prompt only. So studies that are given
+one folder (`--rollouts`) write them once: a file per text, named after everything that decides it. (In half precision a
+near-tie may also fall by the prompts that were answered beside it; then the text is that of who came first.)
 """
 
 from __future__ import annotations
@@ -48,22 +49,20 @@ class Rollouts:
         return [*models, self.dtype, sorted(self.stops), self.max_new_tokens]
 
     def answers(self, prompts: Sequence[Prompt], alpha: float) -> list[list[int]]:
-        """The greedy answer to every prompt, in their order, as ids.
-
-        Prompts are one batch: in half precision a row's near-ties may depend on its neighbours, so a batch of other
-        prompts has answers of its own.
+        """The greedy answer to every prompt, in their order, as ids; those that are not in the folder as one batch.
 
         Raises:
             UserError: a damaged file in the folder.
         """
         if not self.folder:
             return roll_out(self.pair, prompts, self.stops, alpha, self.max_new_tokens)
-        path = Path(self.folder) / f"{content_hash([self.key, alpha, [prompt.ids for prompt in prompts]])}.json"
-        if path.is_file():
-            return _read(path, len(prompts))
-        made = roll_out(self.pair, prompts, self.stops, alpha, self.max_new_tokens)
-        write_json_atomic(path, {"alpha": alpha, "answers": made})
-        return made
+        places = [Path(self.folder) / f"{content_hash([self.key, alpha, prompt.ids])}.json" for prompt in prompts]
+        missing = {path: prompt for path, prompt in zip(places, prompts, strict=True) if not path.is_file()}
+        if missing:
+            made = roll_out(self.pair, list(missing.values()), self.stops, alpha, self.max_new_tokens)
+            for path, answer in zip(missing, made, strict=True):
+                write_json_atomic(path, {"alpha": alpha, "answer": answer})
+        return [_read(path) for path in places]
 
 
 def roll_out(
@@ -78,11 +77,11 @@ def roll_out(
     return [made.ids for made in decode(method, list(prompts), settings, max_batch=len(prompts))]
 
 
-def _read(path: Path, count: int) -> list[list[int]]:
+def _read(path: Path) -> list[int]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["answers"]
-        if len(found) == count and all(isinstance(token, int) for answer in found for token in answer):
-            return found
+        answer = json.loads(path.read_text(encoding="utf-8"))["answer"]
+        if answer and all(isinstance(token, int) for token in answer):
+            return answer
     except (ValueError, KeyError, TypeError):
         pass
     raise UserError(f"{path} is damaged; delete it, and the same command makes it again")

@@ -39,34 +39,36 @@ def test_texts_are_made_once_and_only_for_the_same_question(pair, tmp_path, monk
     asked = []
 
     def counted(pair, prompts, stops, alpha, tokens):
-        asked.append(alpha)
+        asked.append([prompt.id for prompt in prompts])
         return roll_out(pair, prompts, stops, alpha, tokens)
 
     monkeypatch.setattr(rollouts, "roll_out", counted)
-    first = texts(pair, tmp_path).answers(some_prompts(3), 0.5)
-    assert texts(pair, tmp_path).answers(some_prompts(3), 0.5) == first and asked == [0.5]
-    assert first == texts(pair).answers(some_prompts(3), 0.5) and len(asked) == 2, "no folder keeps nothing"
-    for other, prompts, alpha in (
-        (texts(pair, tmp_path), some_prompts(3), 0.1),
-        (texts(pair, tmp_path), some_prompts(2), 0.5),
-        (texts(pair, tmp_path, tokens=8), some_prompts(3), 0.5),
-        (texts(pair, tmp_path, dtype="bfloat16"), some_prompts(3), 0.5),
-        (texts(pair, tmp_path, models=("expert", "another")), some_prompts(3), 0.5),
+    three = some_prompts(3)
+    first = texts(pair, tmp_path).answers(three, 0.5)
+    assert texts(pair, tmp_path).answers(three, 0.5) == first and len(asked) == 1
+    assert texts(pair, tmp_path).answers(three[::-1], 0.5) == first[::-1] and len(asked) == 1
+    assert texts(pair).answers(three, 0.5) == first and len(asked) == 2, "no folder keeps nothing"
+    more = texts(pair, tmp_path).answers(some_prompts(4), 0.5)
+    assert more[:3] == first and asked[-1] == [some_prompts(4)[3].id], "only what is missing"
+    for other, alpha in (
+        (texts(pair, tmp_path), 0.1),
+        (texts(pair, tmp_path, tokens=8), 0.5),
+        (texts(pair, tmp_path, dtype="bfloat16"), 0.5),
+        (texts(pair, tmp_path, models=("expert", "another")), 0.5),
     ):
         before = len(asked)
-        other.answers(prompts, alpha)
-        assert len(asked) == before + 1
-    assert len(list(tmp_path.glob("*.json"))) == 6
+        other.answers(three, alpha)
+        assert len(asked) == before + 1 and len(asked[-1]) == 3
+    assert len(list(tmp_path.glob("*.json"))) == 4 + 4 * 3
 
 
 def test_a_damaged_file_is_named(pair, tmp_path):
-    texts(pair, tmp_path).answers(some_prompts(2), 0.5)
+    texts(pair, tmp_path).answers(some_prompts(1), 0.5)
     (path,) = tmp_path.glob("*.json")
-    whole = json.loads(path.read_text())
-    for damaged in ("{", json.dumps(whole | {"answers": whole["answers"][:1]}), json.dumps({"answers": [["a"], [1]]})):
+    for damaged in ("{", json.dumps({"alpha": 0.5}), json.dumps({"answer": []}), json.dumps({"answer": ["a"]})):
         path.write_text(damaged)
         with pytest.raises(UserError, match=f"{path.name} is damaged; delete it"):
-            texts(pair, tmp_path).answers(some_prompts(2), 0.5)
+            texts(pair, tmp_path).answers(some_prompts(1), 0.5)
 
 
 def test_a_folder_that_cannot_be_one_is_refused_before_the_work(pair, tmp_path):
