@@ -128,18 +128,33 @@ def enumerated(case: Case, quick: bool) -> Line:
 
 
 def formula(quick: bool) -> Line:
-    """The line of the target itself: the shipped function against [DCD, Eq. 1] written out in numpy, so that what
-    everything else is held against is the paper's."""
+    """The line of the target itself: the shipped function against the published formulas written out in numpy, so that
+    what everything else is held against is what was published."""
     differences, targets = [], QUICK_TARGETS if quick else TARGETS
     for target in targets.values():
         world = World(5, target)
         for prefix in itertools.chain.from_iterable(itertools.product(range(5), repeat=size) for size in range(3)):
-            p, q = world.p(prefix), world.q(prefix)
-            weight = (p ** (1 + target.alpha) * q**-target.alpha) ** (1 / target.temperature)
-            weight = weight * (p >= target.cutoff * p.max())
-            differences.append(np.abs(np.exp(world.rows(prefix)) - weight / weight.sum()).max())
+            models = [world.table(name, prefix, 5) for name in "pqr"[: len(target.weights or "pq")]]
+            differences.append(np.abs(np.exp(world.rows(prefix)) - written_out(target, models)).max())
     worst = float(np.max(differences))
     if not np.isfinite(worst):
         return Line("exact", "target", {"ids": 5}, False, "probabilities that are no numbers")
     figures = {"ids": 5, "targets": len(targets), "branches": len(differences), "error": worst}
-    return Line("exact", "target: p^(1+alpha) q^-alpha on the plausible set", figures, worst < 1e-12)
+    return Line("exact", "target: its published formula, on the plausible set, truncated", figures, worst < 1e-12)
+
+
+def written_out(target: Target, models: list[np.ndarray]) -> np.ndarray:
+    """The law of a target from its models' laws, expert first: p^(1+alpha) q^-alpha [DCD, Eq. 1], or a product of
+    tempered models to their weights; on ids of at least the cutoff's part of the expert's best; tempered; then the
+    best k of it, and of those the fewest that hold the share p."""
+    weights = target.weights or (1 + target.alpha, -target.alpha)
+    law = np.ones_like(models[0])
+    for model, weight, temperature in zip(models, weights, target.temperatures or (1,) * len(models), strict=True):
+        tempered = model ** (1 / temperature)
+        law = law * (tempered / tempered.sum()) ** weight
+    law = law ** (1 / target.temperature) * (models[0] >= target.cutoff * models[0].max())
+    order = np.argsort(-law, kind="stable")[: target.top_k or None]
+    shares = np.cumsum(law[order]) / law[order].sum()
+    kept = order[: 1 + np.searchsorted(shares, target.top_p)] if target.top_p < 1 else order
+    law = law * np.isin(np.arange(len(law)), kept)
+    return law / law.sum()

@@ -15,7 +15,7 @@ from dcd_core.methods import assemble
 from dcd_core.sampling import row_key
 
 PROMPTS = some_prompts(4)
-CHAINS = ["expert_sd", "scd", "dcd_eagle3", "dcd_lm"]
+CHAINS = ["expert_sd", "scd", "cos", "dcd_eagle3", "dcd_lm"]
 IDS = torch.tensor([1, 4, 5, 8, 9, 12])
 
 

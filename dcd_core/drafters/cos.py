@@ -1,6 +1,9 @@
 """Alternating proposals, CoS [Fu et al. 2025, collaborative decoding via speculation]: the amateur drafts, and when all
 of its drafts pass, the expert's own next token is offered for verification.
 
+Only a draft of full length is followed by an offer. One that stopped early is not: beside a row that drafts on, the
+amateur has a row at that place already, and whether a text meets an offer must not depend on the texts beside it.
+
 The expert's pass ends with a row for the place after the last draft, so its next token y ~ p is known before the
 amateur has a row there. It is offered: one amateur pass reads the last draft and y together, the first of the two rows
 judges y by min(1, pi / p) with residual (pi - p)+, and where y passes, the second already gives the first draft of the
@@ -15,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dcd_core.draft import Draft
+from dcd_core.draft import Draft, Shape
 from dcd_core.drafters.amateur import AmateurDrafter
 from dcd_core.drafters.protocol import Accepted, RoundNoise
 from dcd_core.models import LanguageModel
@@ -31,11 +34,17 @@ class CosDrafter(AmateurDrafter):
 
     def __init__(self, amateur: LanguageModel):
         super().__init__(amateur)
+        self.full = True  # some row of this round's draft has its full length
         self.ahead: list[bool] = []  # rows whose root the amateur has already read
         self.ahead_rows: Float[Tensor, "batch vocab"] | None = None
 
     def begin(self, prompts: list[list[int]], first: Accepted, capacity: int) -> None:
         self.ahead = [False] * len(prompts)
+
+    def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
+        draft = super().propose(root, noise, shape)
+        self.full = draft.nodes == shape.depth
+        return draft
 
     def _read_root(self, root: Int[Tensor, " batch"]) -> Float[Tensor, "batch vocab"]:
         ahead, self.ahead = self.ahead, [False] * len(self.ahead)
@@ -54,6 +63,8 @@ class CosDrafter(AmateurDrafter):
         self, token: Int[Tensor, " batch"], rows: list[bool], expert: Float[Tensor, "batch 1 vocab"], noise: RoundNoise
     ) -> tuple[Float[Tensor, "batch 1 vocab"], Draft]:
         """The amateur's row after the last draft, and the expert's next token as the draft to be judged by it."""
+        if not self.full:
+            return super().late_row(token, rows, expert, noise)
         offer, distribution = noise.pick(expert[:, 0], 0, self.amateur.vocab)
         logits = self.amateur.forward(torch.stack([token, offer], dim=1), self.cache).logits
         self.ahead_rows = logits[:, 1]
