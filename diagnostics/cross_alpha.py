@@ -221,22 +221,25 @@ def print_matrix(found: dict) -> None:
     print(tabulate(table, headers=headers, disable_numparse=True))
     summary = found["summary"]
     print(
-        f"best train-alpha {summary['best_train_alpha']:g}: L {summary['difference']:+.3f} "
-        f"({100 * summary['gain']:+.2f}%) against train-alpha 0, which is best at {summary['control_best']} of "
-        f"{summary['columns']} infer-alphas"
+        f"best train-alpha (of several, so flattered by chance) {summary['best_train_alpha']:g}: L "
+        f"{summary['difference']:+.3f} ({100 * summary['gain']:+.2f}%) against train-alpha 0, which is best at "
+        f"{summary['control_best']} of {summary['columns']} infer-alphas"
     )
     cells = [
         [
             f"{cell['train_alpha']:g}",
             f"{cell['infer_alpha']:g}",
             percent(cell["change"], 2, sign=True) if "change" in cell else "",
-            f"{cell['p_equivalent']:.4f}" if "change" in cell else "",
+            percent(cell["change_over_prompts"], 2, sign=True) if "change" in cell else "",
+            f"{cell['p_gain']:.4f}" if "change" in cell else "",
             points(cell["acceptance_change"], 2, sign=True),
             cell["verdict"],
+            cell["verdict_over_prompts"],
         ]
         for cell in found["cells"]
     ]
-    headers = ["train", "infer", "change of L", "TOST p (Holm)", "acceptance, points", "verdict"]
+    headers = ["train", "infer", "change of L", "over prompts alone", "p of a gain (Holm)", "acceptance, points"]
+    headers += ["verdict", "over prompts alone"]
     print(tabulate(cells, headers=headers, disable_numparse=True))
     for entry in found["verdicts"]:
         print(entry["sentence"])

@@ -14,6 +14,7 @@ from dcd_core.errors import UserError
 from diagnostics.matrix_summary import summarise_matrix
 from diagnostics.resampling import RESAMPLES, Change, changes, ratio_of_sums
 from diagnostics.verdicts import MARGIN, headroom, headroom_clause, judge, least_resamples, verdict_sentence
+from diagnostics.wording import percent
 
 FAMILY = "family"
 
@@ -79,8 +80,10 @@ def summarise_replays(
     Returns:
         `lengths`, `acceptances`: the matrices [train-alpha, infer-alpha], for sampled drafts on the shared history;
         `summary`: the row of [DCD, Tab. 1]; `train_rows`: per train-alpha the mean over infer-alpha of its change;
-        `cells`: every comparison with its verdict; `verdicts`: of these the one per infer-alpha that training on the
-        same alpha is about, with the headroom and the sentence; `controls`: other drafters beside the control.
+        `cells`: every comparison with its verdict, and the verdict over prompts alone, which holds for just these
+        drafters; `verdicts`: of these the one per infer-alpha that training on the same alpha is about, with the
+        headroom and the sentence. These are the question, and are corrected for their own number; the others are
+        corrected for theirs; `controls`: other drafters beside the control.
     """
     matrix = read_matrix(rows)
     comparisons = (len(matrix.train_alphas) - 1) * len(matrix.infer_alphas)
@@ -118,9 +121,9 @@ def matched(cells: list[dict], infer_alpha: float) -> dict | None:
 
 
 def _cells(matrix: Matrix, margin: float, options: dict) -> list[dict]:
-    """Every train-alpha above 0 at every infer-alpha, judged as one grid."""
+    """Every train-alpha above 0 at every infer-alpha: those that `matched` names judged together, and the others."""
     lengths, acceptances = matrix.lengths(), matrix.acceptances()
-    known: list[Change] = []
+    known: list[Change | None] = []
     cells = []
     for column, infer in enumerate(matrix.infer_alphas):
         length = changes_of_length(matrix, column, options)
@@ -133,10 +136,16 @@ def _cells(matrix: Matrix, margin: float, options: dict) -> list[dict]:
                 cell["change"] = length[row - 1].interval().as_dict()
                 cell["change_over_prompts"] = length[row - 1].interval(seeds=False).as_dict()
                 cell["seed_deviation"] = length[row - 1].seed_deviation
-                known.append(length[row - 1])
+            known.append(length[row - 1] if length is not None else None)
             cells.append(cell)
-    judged = iter(judge(known, margin))
-    return [cell | (asdict(next(judged)) if "change" in cell else {"verdict": "undecided"}) for cell in cells]
+    asked = [id(matched(cells, infer)) for infer in matrix.infer_alphas]
+    for group in (True, False):
+        places = [k for k, cell in enumerate(cells) if known[k] is not None and (id(cell) in asked) == group]
+        own = judge([known[k] for k in places], margin)
+        alone = judge([known[k].of_these_drafters for k in places], margin)
+        for place, over_seeds, over_prompts in zip(places, own, alone, strict=True):
+            cells[place] |= asdict(over_seeds) | {"verdict_over_prompts": over_prompts.verdict}
+    return [{"verdict": "undecided", "verdict_over_prompts": "undecided"} | cell for cell in cells]
 
 
 def changes_of_length(matrix: Matrix, infer: int, options: dict) -> list[Change] | None:
@@ -175,7 +184,12 @@ def _verdict(cell: dict, rows: pd.DataFrame, matrix: Matrix, gamma: int, margin:
     )
     greedy = top1[matrix.train_alphas.index(cell["train_alpha"]) - 1].interval().as_dict()
     found = cell | ceilings | headroom(base, ceilings["headroom_tv"]["estimate"], gamma) | {"top1_change": greedy}
-    clause = headroom_clause(ceilings["headroom_tv"]["estimate"], found["share_of_length"], found["acceptance_change"])
+    clause = headroom_clause(
+        ceilings["headroom_tv"]["estimate"],
+        found["share_of_length"],
+        ceilings["headroom_flip"]["estimate"],
+        found["acceptance_change"],
+    )
     if "change" not in cell:
         said = f"Undecided at alpha {cell['infer_alpha']:g}: no draft of the control was accepted"
     else:
@@ -186,7 +200,11 @@ def _verdict(cell: dict, rows: pd.DataFrame, matrix: Matrix, gamma: int, margin:
             cell["loss_ruled_out"],
             margin,
             None if cell["train_alpha"] == cell["infer_alpha"] else cell["train_alpha"],
+            len(matrix.seeds),
         )
+        if len(matrix.seeds) > 1:
+            alone = percent(cell["change_over_prompts"], sign=True)
+            said += f". Of just these drafters, over prompts alone: {cell['verdict_over_prompts']}, {alone}"
     return found | {"sentence": f"{said}; {clause}."}
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 from dcd_core.errors import UserError
 from diagnostics.position_summary import clusters, means
 from diagnostics.resampling import RESAMPLES, changes, ratio_of_sums
-from diagnostics.verdicts import judge
+from diagnostics.verdicts import judge, least_resamples
 
 DRAFTS = {
     "target": "expert-aligned: e",
@@ -33,6 +33,7 @@ def summarise_dual(
     """
     found = []
     groups = replays.groupby(["dataset", "alpha"], sort=True)
+    resamples = max(resamples, least_resamples(groups.ngroups))
     for (dataset, alpha), part in groups:
         own = positions[(positions["dataset"] == dataset) & (positions["alpha"] == alpha)]
         if own["dual_tv"].isna().any():

@@ -14,7 +14,7 @@ from diagnostics.wording import count, listed, percent, plain, points
 GAMMA = 5  # of records that do not say
 MATRIX_CAPTION = (
     "Accepted drafts a round (L) by what a drafter was trained on and what was decoded with, and the change from "
-    "train-alpha 0, which colours the cell. Bold: surely different after correction for all comparisons. The frame is "
+    "train-alpha 0, which colours the cell. Bold: helps or hurts, after correction for the comparisons. The frame is "
     "training on the alpha that is decoded with; below it, its change with the 95% interval and the verdict."
 )
 PAPER_CAPTION = (
@@ -22,12 +22,12 @@ PAPER_CAPTION = (
     "no intervals."
 )
 CHANGES_CAPTION = (
-    "The same changes with 95% intervals over prompts and training seeds. An interval below the upper edge of the grey "
+    "The same changes with 95% intervals over {over}. An interval below the upper edge of the grey "
     "band rules out a gain of the margin or more; one inside the band rules out a loss as well."
 )
 CEILING_CAPTION = (
-    "Teacher-forced on one history that all drafters share: what aiming at the contrast could add to a drafted token's "
-    "acceptance at most, at equal approximation error, beside what training on that alpha did add."
+    "Teacher-forced on one history that all drafters share: what aiming at the contrast could add to the acceptance "
+    "of a sampled first draft at most, at equal approximation error, beside what training on that alpha did add."
 )
 
 
@@ -49,7 +49,9 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
     section = Section(f"Contrast-aware training in {len(runs)} runs, side by side")
     section.text = [
         "Each row is one run's verdict on training a drafter on the contrast strength that is decoded with, against "
-        "train-alpha 0 in that run; each run stands alone below, with its method and records."
+        "train-alpha 0 in that run; each run stands alone below, with its method and records. A row of one training "
+        "run speaks of its two drafters only, and two rows that differ are no proof that the runs do: nothing here "
+        "tests that."
     ]
     rows = []
     for run in runs:
@@ -59,11 +61,12 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
             change = percent(entry["change"], 2, sign=True) if "change" in entry else ""
             realised = points(entry["acceptance_change"], 2, sign=True)
             ceiling = points(entry["headroom_tv"], 2)
-            name = [run.name, f"{entry['infer_alpha']:g}", str(len(found["seeds"])), count(found["prompts"])]
+            name = [run.name, f"{entry['infer_alpha']:g}", f"{entry['train_alpha']:g}"]
+            name += [str(len(found["seeds"])), count(found["prompts"])]
             rows.append([*name, f"{length:.3f}", change, ceiling, realised, entry["verdict"]])
-    headers = ["run", "alpha", "training runs", "prompts", "L of train-alpha 0", "change of L"]
+    headers = ["run", "alpha", "trained on", "training runs", "prompts", "L of train-alpha 0", "change of L"]
     headers += ["ceiling, points", "realised, points", "verdict"]
-    caption = "Change of accepted drafts a round; ceiling and gain in points of acceptance per drafted token"
+    caption = "Change of accepted drafts a round; ceiling and gain in points of a sampled first draft's acceptance"
     section.tables = [Table(caption, headers, rows)]
     return section
 
@@ -103,11 +106,11 @@ def small_print(entry: dict, found: dict) -> str:
     runs = len(found["seeds"])
     seeds = f"{runs} training runs each" if runs > 1 else "one training run each, so other runs may differ"
     words = (
-        "At T = 0, where L was measured, the ceiling is the share of flipped choices, "
-        f"{percent(entry['headroom_flip'])}; top-1 matches changed by {points(entry['top1_change'], 2, sign=True)} "
-        f"points. {count(found['prompts'])} prompts, {seeds}."
+        "L is of greedy drafts. On the shared history the contrast changes the best token at "
+        f"{percent(entry['headroom_flip'])} of places; top-1 matches changed by "
+        f"{points(entry['top1_change'], 2, sign=True)} points. {count(found['prompts'])} prompts, {seeds}."
     )
-    span = paper_span(entry["infer_alpha"])
+    span = paper_span(entry["infer_alpha"]) if entry["train_alpha"] == entry["infer_alpha"] else ""
     return f"{words} Paper: L changes by {span} in its four settings, without intervals." if span else words
 
 
@@ -126,13 +129,19 @@ def how(records: Records, found: dict, decoded: dict) -> str:
     history = records.rows["history_alpha"].iloc[0]
     tokens = settings.get("max_new_tokens")
     longest = f", up to {tokens} tokens" if tokens else ""
+    rounded = "bfloat16, in which decoding may part from them at near-ties"
+    precision = f" ({rounded})" if settings.get("dtype") == "bfloat16" else ""
     words = (
         f"Vanilla contrastive decoding answered each of {count(found['prompts'])} prompts greedily at every infer-alpha"
         f"{longest}; every drafter's rounds, of {found['gamma']} drafts, follow from "
-        "these texts by replay. Drafters of one column differ in their training target only, in matched runs (same "
-        f"initial weights, data, order and budget). Acceptance is teacher-forced over the texts of alpha {history:g}. "
-        f"A verdict needs a bound of the 95% interval over prompts and training seeds, after Holm's correction for "
-        f"{len(found['cells'])} comparisons; a gain counts from {100 * found['margin']:g}% of L."
+        f"these texts by replay{precision}. Drafters of one column differ in their training target only, in matched "
+        "runs (same initial weights, data, order and budget); all of them, train-alpha 0 too, read both models, and "
+        "what reading the amateur is worth is said by the controls. Acceptance is teacher-forced over the texts of "
+        f"alpha {history:g}. A verdict needs a bound of the 95% interval over {over(found)}, after Holm's correction "
+        f"for the {len(found['verdicts'])} comparisons of training on the alpha that is decoded with (the others are "
+        f"corrected among themselves). It helps or hurts where the change is surely not zero; no gain where one of "
+        f"{100 * found['margin']:g}% of L or more is ruled out. A training seed is other initial weights; the texts "
+        f"and their order are the same for all."
     )
     if decoded.get("checked"):
         equal = decoded["equal"] + decoded["near-tie"]
@@ -141,12 +150,21 @@ def how(records: Records, found: dict, decoded: dict) -> str:
     return words
 
 
+def over(found: dict) -> str:
+    """What the intervals of changes are over."""
+    return "prompts and training seeds" if len(found["seeds"]) > 1 else "prompts, for just these drafters"
+
+
 def pictures(found: dict, page: Path, name: str) -> list[Picture]:
     """Our matrix, the paper's, the intervals and the ceilings."""
     drawn = {
         "matrix": (plots_matrix.matrix_map(found), MATRIX_CAPTION, "heat map of accepted length"),
         "paper-matrix": (plots_matrix.paper_matrices(), PAPER_CAPTION, "the paper's heat maps of accepted length"),
-        "changes": (plots_matrix.change_intervals(found), CHANGES_CAPTION, "changes of accepted length with intervals"),
+        "changes": (
+            plots_matrix.change_intervals(found),
+            CHANGES_CAPTION.format(over=over(found)),
+            "changes of accepted length with intervals",
+        ),
     }
     if found["verdicts"]:
         drawn["ceiling"] = (plots_matrix.ceiling_bars(found["verdicts"]), CEILING_CAPTION, "bars of ceiling and gain")
@@ -196,11 +214,7 @@ def matrix_table(found: dict) -> Table:
         name = f"{entry['group']}, train-alpha {entry['train_alpha']:g} ({_reads(entry['input'])})"
         if not rows or rows[-1][0] != name:
             rows.append([name, *[""] * len(infers), ""])
-        change = (
-            f" ({percent({'estimate': entry['change']['estimate'], 'low': None}, sign=True)})"
-            if "change" in entry
-            else ""
-        )
+        change = f" ({percent(entry['change'], sign=True)})" if "change" in entry else ""
         rows[-1][1 + infers.index(entry["infer_alpha"])] = f"{entry['length']:.3f}{change}"
     headers = ["drafter", *(f"infer-alpha {infer:g}" for infer in infers), "mean change from train-alpha 0"]
     return Table("Accepted drafts a round (L); controls with their change from train-alpha 0", headers, rows)
@@ -214,9 +228,11 @@ def cells_table(found: dict) -> Table:
             f"{cell['infer_alpha']:g}",
             percent(cell["change"], 2, sign=True) if "change" in cell else "",
             percent(cell["change_over_prompts"], 2, sign=True) if "change" in cell else "",
+            f"{cell['p_gain']:.4f}" if "change" in cell else "",
             f"{cell['p_equivalent']:.4f}" if "change" in cell else "",
             points(cell["acceptance_change"], 2, sign=True),
             cell["verdict"],
+            cell["verdict_over_prompts"],
         ]
         for cell in found["cells"]
     ]
@@ -225,9 +241,11 @@ def cells_table(found: dict) -> Table:
         "infer-alpha",
         "change of L",
         "the same over prompts alone",
+        "p against a gain of the margin (Holm)",
         "p of equivalence (TOST, Holm)",
-        "change of acceptance, points",
+        "change of a sampled first draft's acceptance, points",
         "verdict",
+        "the same over prompts alone",
     ]
     return Table("Every comparison with train-alpha 0", headers, rows, folded=True)
 

@@ -16,7 +16,9 @@ PAPER_NAMES = {"target": "expert-aligned", "dual": "dual"}
 HOW = (
     "Over vanilla contrastive decoding's own greedy texts, two light heads drafted: e, aligned with the expert, and f, "
     "aligned with the amateur, recombined as (1+α) log e - α log f. Rounds are replayed from the texts, at {gamma} "
-    "drafts; {seeds}. Intervals are 95%, over prompts, for differences also over training seeds."
+    "drafts; {seeds}. A verdict on L at equal draft length needs a bound of its 95% interval, after Holm's "
+    "correction for {comparisons} of them: it helps or hurts where the change is surely not zero, and brings no gain "
+    "where one of 1% or more is ruled out."
 )
 LENGTH_CAPTION = (
     "Accepted drafts per round. Oracle drafts replace one head by the true model: e corrected by the true amateur, and "
@@ -38,9 +40,10 @@ def dual_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     seeds = found[0]["seeds"]
     section = Section(f"Dual drafter: {run.metrics.get('pair', run.name)}")
     section.headlines = [Headline("Dual drafter", verdict_sentence(found), closer_sentence(found))]
-    section.text = [
-        HOW.format(gamma=gamma, seeds=f"{seeds} training seeds, pooled" if seeds > 1 else "one pair of heads")
-    ]
+    pairs = "one pair of heads; intervals are over prompts and hold for just these two"
+    if seeds > 1:
+        pairs = f"{seeds} training seeds, pooled; intervals are over prompts, of differences over training seeds too"
+    section.text = [HOW.format(gamma=gamma, seeds=pairs, comparisons=len(found))]
     section.pictures = pictures(positions, found, page, run.name)
     section.scalars = scalars(found)
     section.tables = [length_table(found), rule_table(found), variance_table(found)]

@@ -7,10 +7,11 @@ A verdict is a claim about the true change of accepted length, as a share of L, 
     hurts       the change is below zero
     undecided   none of these is sure
 
-"No gain" is claimed by an equivalence test and never from a difference that merely fails to be significant [DCD's own
-tables are single runs]. Each claim needs its bound of the 95% interval, i.e. a one-sided test at 2.5%, after Holm's
-correction over all comparisons of the grid. A change that is surely within the margin on both sides is "no gain" even
-where it is surely not zero: too small to matter either way. Fewer than 20 prompts decide nothing.
+"No gain" is claimed by a test against a gain of the margin (one half of an equivalence test, TOST) and never from a
+difference that merely fails to be significant [DCD's own tables are single runs]. Each claim needs its bound of the 95%
+interval, i.e. a one-sided test at 2.5%, after Holm's correction over the comparisons that are judged together, for each
+kind of claim. A change that is surely within the margin on both sides is "no gain" even where it is surely not zero:
+too small to matter either way. Fewer than 20 prompts decide nothing.
 """
 
 import math
@@ -34,6 +35,7 @@ class Judged:
 
     Attributes:
         gain_ruled_out, loss_ruled_out: of the margin or more.
+        p_gain: one-sided, against a gain of the margin or more.
         p_equivalent: of the two one-sided tests (TOST) that the change is within the margin.
         p_above, p_below: one-sided, that it is above or below zero.
         comparisons: in the grid.
@@ -42,6 +44,7 @@ class Judged:
     verdict: str
     gain_ruled_out: bool
     loss_ruled_out: bool
+    p_gain: float
     p_equivalent: float
     p_above: float
     p_below: float
@@ -69,7 +72,7 @@ def judge(changes: Sequence[Change], margin: float = MARGIN) -> list[Judged]:
             verdict = "helps"
         else:
             verdict = "undecided"
-        ps = (float(values[index]) for values in (equivalent, above, below))
+        ps = (float(values[index]) for values in (no_gain, equivalent, above, below))
         found.append(Judged(verdict, gain_out, loss_out, *ps, len(changes)))
     return found
 
@@ -99,6 +102,7 @@ def verdict_sentence(
     loss_ruled_out: bool,
     margin: float = MARGIN,
     trained_on: float | None = None,
+    seeds: int = 2,
 ) -> str:
     """The verdict in plain words, without its full stop.
 
@@ -106,18 +110,22 @@ def verdict_sentence(
         change: an `Interval` as a dict, a share of L.
         loss_ruled_out: a loss of the margin or more.
         trained_on: the train-alpha, where it is not `alpha` itself.
+        seeds: training runs of each drafter; one says something of these two drafters only, and so does the sentence.
     """
     size, limit = f"L changes by {percent(change, sign=True)}", f"{100 * margin:g}%"
     where = f"contrast-aware training at alpha {alpha:g}"
     if trained_on is not None:
         where += f" (trained on {trained_on:g})"
+    if seeds == 1:
+        where += ", between these two drafters, one training run each"
     if verdict == "helps":
         return f"A gain from {where}: {size}"
     if verdict == "hurts":
         return f"A loss from {where}: {size}, so it hurts"
     if verdict == "no gain":
         also = ", and so is a loss of that size" if loss_ruled_out else ""
-        return f"No gain from {where}: {size}, so a gain of {limit} or more is ruled out{also}"
+        some = f"No gain of {limit} or more" if change["low"] is not None and change["low"] > 0 else "No gain"
+        return f"{some} from {where}: {size}, so a gain of {limit} or more is ruled out{also}"
     if change["prompts"] < FEWEST:
         return f"Undecided for {where}: {size}, and {change['prompts']} prompts are too few to tell ({FEWEST} at least)"
     sure = change["low"] is not None and (change["low"] > 0 or change["high"] < margin)
@@ -125,16 +133,24 @@ def verdict_sentence(
     return f"Undecided for {where}: {size}, which{corrected} neither shows a gain nor rules out one of {limit} or more"
 
 
-def headroom_clause(ceiling: float, share_of_length: float, realised: dict | None) -> str:
-    """What aiming at the contrast could add, and how much of it was realised. `ceiling` is a probability per token,
-    `realised` an `Interval` as a dict in the same unit."""
+def headroom_clause(ceiling: float, share_of_length: float, flips: float, realised: dict | None) -> str:
+    """What aiming at the contrast could add, and how much of it was realised.
+
+    Args:
+        ceiling: of the acceptance of a sampled draft, a probability.
+        share_of_length: what that is as a share of L, at constant acceptance.
+        flips: the ceiling of greedy drafts, a probability: where the contrast changes the best token.
+        realised: an `Interval` as a dict, in the unit of `ceiling`.
+    """
     # a ceiling above L itself (a drafter that hardly ever agrees) is no percentage that says anything
-    share = f" ({_digits(100 * share_of_length, 0)}% of L)" if share_of_length <= 1 else ""
+    share = f" (about {_digits(100 * share_of_length, 0)}% of L)" if share_of_length <= 1 else ""
     clause = (
         "at equal approximation error, aiming at the contrast could add at most "
-        f"{_digits(100 * ceiling, 1)} points of per-token acceptance{share}"
+        f"{_digits(100 * ceiling, 1)} points to the acceptance of a sampled first draft{share}"
     )
-    return clause if realised is None else f"{clause}; realised: {points(realised, 2, sign=True)}"
+    if realised is not None:
+        clause += f", of which {points(realised, 2, sign=True)} were realised"
+    return f"{clause}, and {_digits(100 * flips, 1)} points to that of a greedy one"
 
 
 def _digits(value: float, places: int) -> str:

@@ -29,7 +29,7 @@ def section_of(tmp_path, decoded=None, **options):
     "options, words",
     [
         ({"effect": 0.06}, "A gain from contrast-aware training at alpha 0.3: L changes by +"),
-        ({"effect": 0.0, "prompts": 200}, "No gain from contrast-aware training at alpha 0.3"),
+        ({"effect": 0.0, "prompts": 200, "noise": 0.002}, "No gain from contrast-aware training at alpha 0.3"),
         ({"effect": -0.06}, "so it hurts"),
         ({"effect": -0.06, "seeds": (0,)}, "so it hurts"),
         ({"effect": 0.0, "prompts": 30, "noise": 0.2}, "Undecided for contrast-aware training at alpha 0.3"),
@@ -51,15 +51,21 @@ def test_the_section_is_whole(tmp_path):
     section = section_of(tmp_path, decoded)
     assert section.title == "Should the drafter know about the contrast? big / small, on held-out"
     assert "40 of 40 answers are equal to the replay round by round (1 up to a near-tie)" in section.text[0]
-    assert "correction for 12 comparisons" in section.text[0]
+    assert "correction for the 3 comparisons of training on the alpha that is decoded with" in section.text[0]
+    assert "over prompts and training seeds" in section.text[0]
     assert len(section.pictures) == 4 and all(picture.path.stat().st_size > 5000 for picture in section.pictures)
     assert section.records == "../runs/matrix/replays.parquet"
     summary, matrix, cells = section.tables
     assert [row[0] for row in summary.rows] == ["here", *(f"paper, {name}" for name in paper.CROSS_ALPHA_SUMMARY)]
     assert summary.rows[1][1:] == ["0.1", "0.015", "0.77%", "0 of 4"]
     assert len(matrix.rows) == 5 and matrix.rows[-1][0].startswith("official, train-alpha 0")
-    assert all(re.fullmatch(r"\d\.\d{3}( \(.+%\))?", cell) for row in matrix.rows for cell in row[1:5])
-    assert len(cells.rows) == 12 and {row[-1] for row in cells.rows} <= {"helps", "no gain", "hurts", "undecided"}
+    assert all(re.fullmatch(r"\d\.\d{3}( \(.+\))?", cell) for row in matrix.rows for cell in row[1:5])
+    assert len(cells.rows) == 12 and {w for row in cells.rows for w in row[-2:]} <= {
+        "helps",
+        "no gain",
+        "hurts",
+        "undecided",
+    }
 
 
 def test_the_papers_change_is_that_of_its_matrices():

@@ -116,6 +116,9 @@ def test_sentences():
     undecided = said("undecided", -0.02, 0.0, 0.02)
     assert "neither shows a gain nor rules out one of 1% or more" in undecided and "comparisons" not in undecided
     assert "number of comparisons" in said("undecided", 0.001, 0.01, 0.02), "sure alone, not among many"
+    assert said("no gain", 0.002, 0.005, 0.008).startswith("No gain of 1% or more from"), "it surely gains a little"
+    alone = verdict_sentence("hurts", 0.3, Interval(-0.02, -0.03, -0.01, 100).as_dict(), False, seeds=1)
+    assert "at alpha 0.3, between these two drafters, one training run each: L changes" in alone
     assert {said(verdict, -0.02, 0.0, 0.02).split()[0] for verdict in VERDICTS} == {"No", "A", "Undecided"}
 
 
@@ -127,10 +130,14 @@ def test_headroom_is_a_gain_per_token_turned_into_length():
     assert headroom(0.9, 0.5, 5)["added_length"] == pytest.approx(5 - sum(0.9**i for i in range(1, 6)))
     assert headroom(0.6, 0.0, 5)["added_length"] == 0.0
     realised = Interval(0.0012, -0.001, 0.0034, 100).as_dict()
-    assert headroom_clause(0.019, 0.04, realised) == (
-        "at equal approximation error, aiming at the contrast could add at most 1.9 points of per-token acceptance "
-        "(4% of L); realised: +0.12 [-0.10, +0.34]"
+    assert headroom_clause(0.019, 0.04, 0.025, realised) == (
+        "at equal approximation error, aiming at the contrast could add at most 1.9 points to the acceptance of a "
+        "sampled first draft (about 4% of L), of which +0.12 [-0.10, +0.34] were realised, and 2.5 points to that of "
+        "a greedy one"
     )
-    assert "at most 0.03 points" in headroom_clause(0.0003, 0.0006, None)
-    assert "at most 1.0 points of per-token acceptance (0.06% of L)" in headroom_clause(0.01, 0.0006, None)
-    assert "% of L" not in headroom_clause(0.5, headroom(0.0, 0.5, 5)["share_of_length"], None)
+    assert "at most 0.03 points" in headroom_clause(0.0003, 0.0006, 0.0, None)
+    assert (
+        "1.0 points to the acceptance of a sampled first draft (about 0.06% of L), and 0.0 points"
+        in headroom_clause(0.01, 0.0006, 0.0, None)
+    )
+    assert "% of L" not in headroom_clause(0.5, headroom(0.0, 0.5, 5)["share_of_length"], 0.1, None)
