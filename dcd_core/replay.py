@@ -147,6 +147,7 @@ def _states(
     return drafting.unroll(rollout.features[None], embedding(shifted)[None], rows, steps, next_embeds, survivors)
 
 
+@torch.no_grad()
 def matching_drafts(
     drafting: Drafting, embedding: nn.Embedding, rollout: Rollout, gamma: int, vocab: int | None = None
 ) -> Int[Tensor, " root"]:

@@ -70,6 +70,11 @@ def load_study(
     names = list(filter(None, (head, amateur_head, *direct)))
     configs = {name: load_head_config(name) for name in names}
     refuse_roles(configs, head, amateur_head, direct)
+    if amateur_head and configs[head].kind != configs[amateur_head].kind:
+        raise UserError(
+            f"{head} is of the kind {configs[head].kind} and {amateur_head} {configs[amateur_head].kind}; a dual draft "
+            "recombines two heads of one kind: give both heads of train/dual_drafter.py"
+        )
     pair = load_tapped(expert, amateur, configs, dtype, device)
     heads = {name: head_for(pair, name) for name in names}
     return Study(

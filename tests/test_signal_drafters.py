@@ -126,6 +126,7 @@ def test_refusals(world, tmp_path):
     refused("aligned with the expert; --amateur_head takes", f"--amateur_head={world / 'head'}")
     refused("aligned with the amateur; --head takes", f"--head={world / 'amateur_head'}")
     refused("aligned with the amateur; --direct_head takes", f"--direct_head={world / 'amateur_head'}")
+    refused("a dual draft recombines two heads of one kind", f"--head={world / 'dual_input'}")
     refused("one head for all alphas or one of each", "--direct_head", *[str(world / "direct")] * 3)
     both = ["--direct_head", str(world / "direct"), str(world / "direct")]
     refused("trained on alpha 0.5, and stands where --alphas has 0.1", *both)
