@@ -220,27 +220,34 @@ def _controls(rows: pd.DataFrame, matrix: Matrix, options: dict) -> list[dict]:
         seeds = tuple(sorted(part["seed"].unique().tolist()))
         entry |= {"seeds": list(seeds), "length": float(_ratio(part["accepted"].sum(), part["rounds"].sum()))}
         entry["acceptance"] = float(_ratio(part["acceptance"].sum(), part["positions"].sum()))
-        arms = _against_control(part, matrix, column, seeds)
+        arms, paired = _against_control(part, matrix, column, seeds)
         if arms is not None and arms[:, :, 0, :, 0].sum() > 0:
             (change,) = changes(arms, **options)
-            entry |= {"change": change.interval().as_dict(), "paired_seeds": arms.shape[1] > 1}
+            entry |= {"change": change.interval().as_dict(), "paired_seeds": paired}
         found.append(entry)
     return found
 
 
-def _against_control(part: pd.DataFrame, matrix: Matrix, column: int, seeds: tuple[int, ...]) -> np.ndarray | None:
-    """[prompt, seed, (control, other), 1, 2]; seeds are pooled where the two do not have the same ones."""
+def _against_control(
+    part: pd.DataFrame, matrix: Matrix, column: int, seeds: tuple[int, ...]
+) -> tuple[np.ndarray | None, list[int]]:
+    """[prompt, seed, (control, other), 1, 2] of the seeds that both have, and which these are; where there are none, as
+    for a head that is of no family, all seeds are pooled."""
     tables = [
         part.pivot_table(index="prompt_id", columns="seed", values=name, aggfunc="sum")
         for name in ("accepted", "rounds")
     ]
     if tables[0].index.tolist() != list(matrix.prompts) or any(table.isna().any(axis=None) for table in tables):
-        return None  # measured on other prompts
+        return None, []  # measured on other prompts
     other = np.stack([table.to_numpy(dtype=np.float64) for table in tables], axis=-1)
     control = np.stack([matrix.accepted[:, :, 0, column], matrix.rounds[:, :, 0, column]], axis=-1)
-    if seeds != matrix.seeds:
+    common = [seed for seed in matrix.seeds if seed in seeds] if (part["drafter"] != part["group"]).all() else []
+    if common:
+        control = control[:, [matrix.seeds.index(seed) for seed in common]]
+        other = other[:, [seeds.index(seed) for seed in common]]
+    else:
         control, other = control.sum(1, keepdims=True), other.sum(1, keepdims=True)
-    return np.stack([control, other], axis=2)[:, :, :, None]
+    return np.stack([control, other], axis=2)[:, :, :, None], common
 
 
 def _ratio(numerator, denominator):

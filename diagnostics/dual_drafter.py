@@ -112,6 +112,9 @@ def load_studies(config: Config, members: list[tuple[str, str, str]], device: st
     for _, head, amateur_head in members:
         refuse_roles(shapes, head, amateur_head, ())
     pair = load_tapped(config.expert, config.amateur, shapes, config.dtype, device)
+    if config.family:
+        family = Family.read(config.family, kind="dual_drafter")
+        family.refuse_other_models(pair.expert.model, pair.amateur.model)
     return {name: Study(pair, head_for(pair, one), head_for(pair, two)) for name, one, two in members}
 
 

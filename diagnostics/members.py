@@ -26,8 +26,12 @@ METHODS = {"dual": "cross_alpha", "expert_only": "dcd_eagle3"}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a drafter stands among those that are compared, before it is loaded; `shuffle_seed` is that of a shuffled
-    input."""
+    """Where a drafter stands among those that are compared, before it is loaded.
+
+    Attributes:
+        shuffle_seed: of a shuffled input.
+        family: that it is of, if it is no head alone.
+    """
 
     group: str
     name: str
@@ -36,6 +40,7 @@ class Place:
     train_alpha: float
     seed: int
     shuffle_seed: int = 0
+    family: Family | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ def find_places(family: list[str], controls: list[str]) -> list[Place]:
 
 def _members(group: str, family: Family) -> list[Place]:
     return [
-        Place(group, f"alpha_{m.alpha:g}_seed_{m.seed}", str(m.path), m.input, m.alpha, m.seed, m.shuffle_seed)
+        Place(group, f"alpha_{m.alpha:g}_seed_{m.seed}", str(m.path), m.input, m.alpha, m.seed, m.shuffle_seed, family)
         for m in family.members
     ]
 
@@ -125,7 +130,8 @@ def load_members(expert: str, amateur: str, places: list[Place], dtype: str, dev
     """The pair, and every drafter.
 
     Raises:
-        UserError: what cannot be loaded, or drafters that tap different layers, which one pass of a model cannot serve.
+        UserError: what cannot be loaded, drafters that tap different layers, which one pass of a model cannot serve, or
+            a pair that a family was not trained with.
     """
     shapes = [load_head_config(place.path) for place in places]
     first = next((i for i, shape in enumerate(shapes) if shape.kind == "dual_input"), 0)
@@ -136,6 +142,8 @@ def load_members(expert: str, amateur: str, places: list[Place], dtype: str, dev
         if any(own != common for own, common in taps):
             raise UserError(f"{place.path} taps other layers than {places[first].path}; compare them in two runs")
     pair, head = load_models(expert, amateur, places[first].path, dtype, device)
+    for family in {id(place.family): place.family for place in places if place.family}.values():
+        family.refuse_other_models(pair.expert.model, pair.amateur.model)
     heads = [head if index == first else head_for(pair, place.path) for index, place in enumerate(places)]
     return pair, [Member(place, own) for place, own in zip(places, heads, strict=True)]
 

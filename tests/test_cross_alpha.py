@@ -1,6 +1,7 @@
 """The cross-alpha matrix end to end at toy size: equal to decoding, resumable, and clear about what it refuses."""
 
 import json
+import shutil
 from collections import Counter
 
 import pandas as pd
@@ -269,3 +270,13 @@ def test_a_shuffled_control_is_shuffled_as_in_its_training(world, tmp_path):
         wanted = join_features(text.features, text.amateur_features, width, "amateur_shuffled", seed)[0]
         assert torch.equal(member.rollout(text).features, wanted)
     assert not torch.equal(*(member.rollout(text).features for member in members))
+
+
+@pytest.mark.parametrize("role, layers", [("expert", 8), ("amateur", AMATEUR_LAYERS)])
+def test_another_pair_of_the_same_shape_is_refused(world, tmp_path, role, layers):
+    """Its targets would be others than those that the heads learnt."""
+    shutil.copytree(world, tmp_path / "world")
+    tiny.save_tiny(tmp_path / "world" / role, "smol", seed=50, layers=layers)
+    with pytest.raises(UserError, match=f"this {role} is not the one that the family in .*family was trained with"):
+        entry.main(flags(tmp_path / "world", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

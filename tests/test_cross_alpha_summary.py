@@ -102,7 +102,12 @@ def test_controls_are_held_against_train_alpha_0():
     zeroed = rows[(rows["group"] == "family") & (rows["train_alpha"] == 0)].assign(group="zeroed")
     found = summed(pd.concat([rows, zeroed]))["controls"]
     same = [entry for entry in found if entry["group"] == "zeroed"]
-    assert len(same) == 4 and all(entry["change"]["estimate"] == 0 and entry["paired_seeds"] for entry in same)
+    assert len(same) == 4 and all(entry["change"]["estimate"] == 0 for entry in same)
+    assert {tuple(entry["paired_seeds"]) for entry in same} == {(0, 1, 2)}
+    first = zeroed[zeroed["seed"] == 0]
+    alone = summed(pd.concat([rows, first]))["controls"]
+    alone = [entry for entry in alone if entry["group"] == "zeroed"]
+    assert [(entry["change"]["estimate"], entry["paired_seeds"]) for entry in alone] == [(0.0, [0])] * 4, "seed by seed"
     official = [entry for entry in found if entry["group"] == "official"]
     assert len(official) == 4 and not official[0]["paired_seeds"]
     control = np.array(summed(rows)["lengths"])[0]

@@ -2,9 +2,12 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
+import tiny
 import torch
+from tiny_family import identities
 from tiny_world import add_drafters, make_world, tiny_head
 
 import diagnostics.dual_drafter as entry
@@ -206,7 +209,7 @@ def test_a_trained_family_is_taken_by_its_seeds(world, tmp_path):
         for seed, (alpha, role) in itertools.product((0, 1), ((0.0, "expert"), (None, "amateur"))):
             path = folder / "heads" / f"{role}_seed_{seed}"
             save_head(path, tiny_head("smol", seed=seed, aligned_with=role, train_alpha=alpha))
-            fixed = dict.fromkeys(CONTROLS, "the same") | {PER_SEED: f"of seed {seed}"}
+            fixed = dict.fromkeys(CONTROLS, "the same") | {PER_SEED: f"of seed {seed}"} | identities()
             fixed |= changed if (role, seed) == ("amateur", 1) else {}
             weights = file_hash(path / "model.safetensors")
             members.append(FamilyMember(alpha, seed, "expert_only", path, fixed, weights))
@@ -218,6 +221,11 @@ def test_a_trained_family_is_taken_by_its_seeds(world, tmp_path):
     assert set(rows["pair"]) == {"expert / amateur / seed 0", "expert / amateur / seed 1"}
     with pytest.raises(UserError, match="not matched: schedule"):
         entry.main(flags(world, tmp_path / "no", *family(tmp_path / "other", schedule="another")))
+    shutil.copytree(world, tmp_path / "world")
+    tiny.save_tiny(tmp_path / "world" / "amateur", "smol", seed=101, layers=4)  # of the same shape
+    with pytest.raises(UserError, match="this amateur is not the one that the family in .*family was trained with"):
+        entry.main(flags(tmp_path / "world", tmp_path / "no", *family(tmp_path / "family")))
+    assert not (tmp_path / "no").exists()
 
 
 def test_without_contrast_there_is_no_rule(world, tmp_path):

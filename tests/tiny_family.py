@@ -11,6 +11,7 @@ from dcd_core.heads.checkpoint import save_head
 from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.family import CONTROLS, PER_SEED, FamilyMember, write_manifest
+from dcd_core.model_identity import model_identity
 
 AMATEUR_LAYERS, AMATEUR_TAPS = 4, (1, 2, 3)
 
@@ -39,6 +40,14 @@ def head(kind: str, alpha: float, seed: int, reads: str, known: SimpleNamespace)
     return made
 
 
+def identities(kind: str = "smol", amateur_layers: int = AMATEUR_LAYERS) -> dict[str, str]:
+    """The models of a tiny world, as a manifest names them."""
+    return {
+        "expert": model_identity(tiny.tiny_causal_lm(kind, 0)),
+        "amateur": model_identity(tiny.tiny_causal_lm(kind, 100, amateur_layers)),
+    }
+
+
 def make_family(
     folder: Path,
     kind: str = "smol",
@@ -51,12 +60,12 @@ def make_family(
 ) -> Path:
     """The folder of a run whose heads draft `ids`; `changed` are controls of the last member that differ from the
     others' ("_" for " ")."""
-    members = []
+    members, models = [], identities(kind)
     for seed in seeds:
         for alpha in alphas:
             path = folder / "heads" / f"alpha_{alpha:g}_seed_{seed}"
             save_head(path, head(kind, alpha, seed, reads, vocabulary(ids)))
-            fixed = dict.fromkeys(CONTROLS, "the same") | {PER_SEED: f"of seed {seed}", "input": reads}
+            fixed = dict.fromkeys(CONTROLS, "the same") | {PER_SEED: f"of seed {seed}", "input": reads} | models
             if (alpha, seed) == (alphas[-1], seeds[-1]):
                 fixed |= {name.replace("_", " "): value for name, value in changed.items()}
             weights = file_hash(path / "model.safetensors")

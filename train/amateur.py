@@ -19,11 +19,11 @@ import torch
 
 from dcd_core.config import finish_run, parse_config, run_entry
 from dcd_core.files import atomic_path
+from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_model, load_pair
 from train.batches import Plan, Stream, Texts
 from train.distil import Distil, DistilStep, compare, count_answer_rows, latency
 from train.loop import FREE, LoopConfig, fit, full_weights, refuse_start
-from train.online_expert import fingerprint
 from train.processes import barrier, start
 from train.pruning import parse_layers, prune
 from train.sizes import amateur_result, describe_amateur_run, summary
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     stream = Stream(texts, plan, ranks.rank, lambda sample: [count_answer_rows(sample.answer_spans)])
     if ranks.first:
         print(f"training texts: {texts.describe()}; keeping layers {layers}", flush=True)
-    identity = {"training texts": texts.hash, "expert weights": fingerprint(expert.model)}
+    identity = {"training texts": texts.hash, "expert weights": model_identity(expert.model)}
     [trained] = fit({"": module}, stream, DistilStep(expert), config, ranks, identity, argv)
     weights = full_weights(trained.engine)
     if ranks.first:

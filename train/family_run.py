@@ -34,7 +34,7 @@ from train.head_run import (
     training_stream,
 )
 from train.loop import FREE, Member, fit, refuse_start, total_steps
-from train.online_expert import HeadStep, copy_module
+from train.online_expert import HeadStep, copy_module, scale_features
 from train.processes import Ranks, barrier, start
 from train.sizes import coverage, curve_summary, data_summary, family_result
 from train.unroll import MASK_RULE, Aim, Unroll
@@ -102,17 +102,21 @@ class FamilyRun:
         self.identity = identity(self.texts, self.vocabulary.target_ids, self.pair)
 
     def fresh(self, plan: Planned) -> Eagle3Head:
-        """The member as it starts."""
+        """The member as it starts, but for the sizes of features: those follow from the expert and the texts, and a
+        last bit of theirs that another machine gives must not make another start of it."""
         aligned = {None: "amateur", 0.0: "expert"}.get(plan.aim.alpha, "contrast")
         declared = {"aligned_with": aligned, "train_alpha": plan.aim.alpha}
         reads = plan.input != "expert_only"
-        return fresh_head(self.config, self.pair, self.vocabulary, self.rms, plan.seed, reads, **declared)
+        return fresh_head(self.config, self.pair, self.vocabulary, None, plan.seed, reads, **declared)
 
     def train(self, plans: list[Planned], part: str, argv: list[str] | None) -> tuple[list[FamilyMember], dict]:
         """One group, to the end: its heads in OUTPUT/heads, what the manifest says of them, and their metrics."""
         config, folder = self.config, Path(self.config.output)
         heads = {plan.name: self.fresh(plan) for plan in plans}
         fixed = [held_fixed(self, plan, heads[plan.name]) for plan in plans]
+        if self.rms is not None:
+            for head in heads.values():
+                scale_features(head, self.rms)
         aims, target_ids = [plan.aim for plan in plans], self.vocabulary.target_ids
         [read] = {plan.input for plan in plans}
         step = HeadStep(self.pair.expert, target_ids, self.stops, aims, self.pair.amateur, read, config.seed)

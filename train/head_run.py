@@ -15,10 +15,11 @@ from dcd_core.errors import UserError
 from dcd_core.files import content_hash
 from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_pair
 from train.batches import Plan, Stream, Texts
 from train.loop import FREE, LoopConfig
-from train.online_expert import HeadStep, HeldOut, feature_rms, fingerprint, scale_features
+from train.online_expert import HeadStep, HeldOut, feature_rms, scale_features
 from train.processes import Ranks
 from train.unroll import count_rows
 
@@ -149,6 +150,6 @@ def identity(texts: Texts, target_ids: Tensor, pair: Pair) -> dict[str, str]:
     found = {
         "training texts": texts.hash,
         "draft vocabulary": content_hash(target_ids.tolist()),
-        "expert weights": fingerprint(pair.expert.model),
+        "expert weights": model_identity(pair.expert.model),
     }
-    return found | ({"amateur weights": fingerprint(pair.amateur.model)} if pair.amateur else {})
+    return found | ({"amateur weights": model_identity(pair.amateur.model)} if pair.amateur else {})

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from dcd_core.files import content_hash
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.family import READS_AMATEUR, join_features
 from dcd_core.models import LanguageModel, Output
@@ -153,17 +151,6 @@ def copy_module(engine) -> Unroll:
         {name.removeprefix("head."): tensor for name, tensor in full_weights(engine).items()}, strict=True, assign=True
     )
     return Unroll(head, trained.steps, trained.decay).eval().requires_grad_(False)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A hash of a model's configuration and of samples of its first and last weights."""
-    settings = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    weights = list(model.parameters())
-    samples = [
-        hashlib.sha256(weight.detach()[:64].float().cpu().numpy().tobytes()).hexdigest()
-        for weight in (weights[0], weights[len(weights) // 2], weights[-1])
-    ]
-    return content_hash([str(sorted(settings.items(), key=str)), samples])
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import torch
 
-from dcd_core.processes import Ranks, barrier, free_port, local_world, planned_world, usable_cores
+from dcd_core.processes import PATIENCE, Ranks, barrier, free_port, local_world, planned_world, usable_cores
 
 __all__ = [
     "Ranks",
@@ -48,7 +48,7 @@ def start(seed: int) -> Ranks:
         # DeepSpeed would compile a shared-memory all-reduce (half a minute), which one process has no use for
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not torch.distributed.is_initialized():
-        deepspeed.init_distributed(verbose=False)
+        deepspeed.init_distributed(verbose=False, timeout=PATIENCE)
     rank = torch.distributed.get_rank()
     seed_everything(seed + rank)
     return Ranks(rank, world, torch.device(get_accelerator().current_device_name()))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dcd_core.errors import UserError
 from dcd_core.files import file_hash, write_json_atomic
 from dcd_core.heads.checkpoint import load_head_config
+from dcd_core.model_identity import model_identity
 
 MANIFEST = "manifest.json"
 KINDS = ("cross_alpha", "dual_drafter")
@@ -205,6 +206,19 @@ class Family:
             if member.alpha == alpha and member.seed == seed:
                 return member
         raise UserError(f"the family has no head of train-alpha {alpha} and seed {seed}")
+
+    def refuse_other_models(self, expert: nn.Module, amateur: nn.Module) -> None:
+        """Hold the pair that is measured to the one whose features and targets the heads learnt from.
+
+        Raises:
+            UserError: another expert or amateur, even one of the same shape.
+        """
+        for role, model in (("expert", expert), ("amateur", amateur)):
+            if model_identity(model) != self.held_fixed[role]:
+                raise UserError(
+                    f"this {role} is not the one that the family in {self.members[0].path.parent.parent} was trained "
+                    f"with; measure it with that {role}, or train the family again"
+                )
 
     def refuse_unmatched(self, other: Family, but: tuple[str, ...] = ("input", "trained parameters")) -> None:
         """Hold a control family to this one: all but the named controls must be equal.

@@ -1,0 +1,48 @@
+"""Is this the model that was meant? A hash that training and diagnostics both take of a loaded model."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from dcd_core.files import content_hash
+
+ROWS = 8
+"""First and last rows of every weight that are looked at."""
+DECIDING = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "tie_word_embeddings",
+)
+"""Settings that decide what the weights compute; others, such as the version that wrote them, may change."""
+
+
+@torch.no_grad()
+def model_identity(model: nn.Module) -> str:
+    """sha256, in hex, of what decides a transformers model's output.
+
+    Names and shapes of all weights, a few rows of each (so that a model is known from one whose layers were trained
+    on), and the settings in :data:`DECIDING`. Rows are rounded to bfloat16 first: the dtype that a model is loaded in
+    does not matter.
+    """
+    digest = hashlib.sha256()
+    settings = model.config.to_dict()
+    digest.update(content_hash({name: str(settings[name]) for name in DECIDING if name in settings}).encode())
+    for name, weight in model.named_parameters():
+        rows = weight.detach().reshape(weight.shape[0], -1)
+        some = torch.cat([rows[:ROWS], rows[-ROWS:]]).to(torch.bfloat16).float().cpu()
+        digest.update(f"{name} {list(weight.shape)}".encode())
+        digest.update(some.contiguous().numpy().tobytes())
+    return digest.hexdigest()
