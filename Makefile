@@ -95,7 +95,7 @@ decoders: demo ## every decoder on the demo's pair: trees, hybrid, deferred, bat
 head-300k: demo ## a head trained on 300 k tokens, and its accepted length on the way (about 60 min)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/head_300k.yaml
 
-contrast: demo ## should the drafter know about the contrast? the experiment on the demo's pair (about 6 hours)
+contrast: demo ## should the drafter know about the contrast? the experiment on the demo's pair (hours)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/contrast.yaml
 
 # Redrawn from what is there: nothing is run again, whatever has changed since.
