@@ -24,7 +24,7 @@ from dcd_core.decode_types import Generation, Round
 from dcd_core.draft import Draft
 from dcd_core.drafters.protocol import Accepted, RoundNoise
 from dcd_core.flip_risk import flip_risk, margin_of, refusal_risk
-from dcd_core.rounds import Clock, PassInputs, along_path, commit_draft, judged_rows, not_finite, target_rows
+from dcd_core.rounds import Clock, PassInputs, along_path, commit_draft, target_rows
 from dcd_core.sampling import JUDGE_ACCEPT, JUDGE_FINAL
 from dcd_core.verify import Uniforms, Verdict, shared_noise_scores, verify
 
@@ -129,12 +129,11 @@ class DeferredBatch(Batch):
         inputs = PassInputs.of(self.root, draft)
         output = inputs.run(self.scorers[0].model, self.caches[0], bool(self.drafter.feature_scorers))
         clock.lap("expert")
-        judged, peak = judged_rows([output.logits], self.ahead)
-        bad = not_finite(peak)
+        judged, bad = target_rows([output.logits], self.ahead)
         if self.drafter.suspect is not None:
             bad = bad | self.drafter.suspect
         verdict = verify(judged, draft, self._uniforms(judged, draft, noise))
-        risk = self._risk(output.logits, judged, peak, draft, noise)
+        risk = self._risk(output.logits, judged, draft, noise)
         risk = along_path(risk[..., None], draft, verdict).squeeze(-1)
         columns = [bad[:, None], verdict.accepted[:, None], verdict.tokens, (risk * MILLION).long()]
         host = torch.cat(columns, dim=1).tolist()  # the expert round's one copy from device to host
@@ -154,9 +153,7 @@ class DeferredBatch(Batch):
         self.block.add(accepted, along_path(output.logits, draft, verdict), risks)
         clock.lap("rest")
 
-    def _risk(
-        self, logits: Tensor, judged: Tensor, peak: Tensor, draft: Draft, noise: RoundNoise
-    ) -> Float[Tensor, "batch rows"]:
+    def _risk(self, logits: Tensor, judged: Tensor, draft: Draft, noise: RoundNoise) -> Float[Tensor, "batch rows"]:
         """Estimated probability, for the row after every node, that the amateur changes what the expert writes."""
         temperature, deferral = self.settings.target.temperature, self.settings.deferral
         if temperature == 0:
@@ -164,7 +161,7 @@ class DeferredBatch(Batch):
         elif self.rule == "shared_noise":
             margin = margin_of(shared_noise_scores(judged, draft, noise.gumbel(judged.shape[-1])))
         else:
-            return refusal_risk(peak, self.weight, temperature, deferral)
+            return refusal_risk(judged.amax(-1), self.weight, temperature, deferral)
         return flip_risk(margin, self.weight, temperature, deferral)
 
     # ---- judgement -----------------------------------------------------------------------------------------------

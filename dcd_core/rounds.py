@@ -43,24 +43,12 @@ def target_rows(
 ) -> tuple[Float[Tensor, "batch rows vocab"] | Int[Tensor, "batch rows"], Bool[Tensor, " batch"]]:
     """What the verifier judges by (choices at T = 0, else log-probabilities), and which rows of the batch hold NaN or
     +inf."""
-    judged, peak = judged_rows(rows, target)
-    return judged, not_finite(peak)
-
-
-def judged_rows(
-    rows: list[Float[Tensor, "batch rows vocab"]], target: Target
-) -> tuple[Float[Tensor, "batch rows vocab"] | Int[Tensor, "batch rows"], Float[Tensor, "batch rows"]]:
-    """What the verifier judges by, and the largest score (log-probability) of each row."""
     if target.temperature == 0:
         peak, judged = largest(scores(rows, target))
-        return judged, peak
+        return judged, (~peak.isfinite()).any(-1)
     judged = target_log_probs(rows, target)
-    return judged, judged.amax(-1)
-
-
-def not_finite(peak: Float[Tensor, "batch rows"]) -> Bool[Tensor, " batch"]:
-    """Which rows of the batch hold NaN or +inf, from each row's largest score."""
-    return (~peak.isfinite()).any(-1)
+    # one bad score makes the normaliser NaN, and with it every entry of its row: one entry tells, without a pass
+    return judged, judged[..., 0].isnan().any(-1)
 
 
 def commit_draft(cache: KVCache, draft: Draft, verdict: Verdict, counts: list[int]) -> None:

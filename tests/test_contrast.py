@@ -18,6 +18,7 @@ from dcd_core.contrast import (
 )
 from dcd_core.divergence import kl
 from dcd_core.errors import UserError
+from dcd_core.rounds import target_rows
 
 INF = math.inf
 ALPHAS = (0.1, 0.3, 0.5, 1.0)
@@ -233,15 +234,21 @@ def test_rows_over_padded_ids_would_change_the_target():
     assert not torch.allclose(target_log_probs([padded], Target())[:, :12], LOG_P)
 
 
-def test_broken_rows_are_not_hidden():
-    q = Q[:2].clone()
-    q[0, 3] = math.nan
-    for temperature in (0.0, 1.0):
-        target = Target(alpha=0.1, temperature=temperature)
-        peak = (
-            scores([P[:2], q], target).amax(-1) if temperature == 0 else target_log_probs([P[:2], q], target).amax(-1)
-        )
-        assert peak.isfinite().tolist() == [False, True]
+@pytest.mark.parametrize("settings", [{}, {"cutoff": 1e-6}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_broken_row_is_seen_at_any_id_and_only_there(temperature, settings):
+    """Also where one entry of a row is looked at only: a broken score spreads over the whole row."""
+    target = Target(alpha=0.1, temperature=temperature, **settings)
+    kinds = [(0, math.nan), (0, math.inf)]
+    if not target.cutoff:  # with one, what another model says of an excluded id changes nothing
+        kinds.append((1, math.nan))
+    for vocab in (5, 12, 67):
+        ids = torch.arange(vocab) % P.shape[-1]
+        for place in range(vocab):
+            for which, broken in kinds:
+                logits = [P[:6, ids].view(3, 2, vocab).clone(), Q[:6, ids].view(3, 2, vocab).clone()]
+                logits[which][1, 1, place] = broken
+                assert target_rows(logits, target)[1].tolist() == [False, True, False], (vocab, place, which, broken)
 
 
 # ---- the signal ------------------------------------------------------------------------------------------------------
