@@ -193,15 +193,14 @@ def _walk_chain(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: 
             coins = coins * draft.chances()
         accepted = _run(draft.valid & (coins < target[:, :nodes].gather(2, tokens)[..., 0].exp()))
     row = target[batch, accepted.clamp_max(target.shape[1] - 1)].exp()
-    remaining = row
     if nodes:
         place = batch, accepted.clamp_max(nodes - 1)
-        refused = (accepted < nodes) & draft.valid[place]
+        refused = ((accepted < nodes) & draft.valid[place])[:, None]
         if draft.probs is None:
-            remaining = _emptied(row, draft.tokens[place][:, None], refused[:, None])
+            row = _emptied(row, draft.tokens[place][:, None], refused)
         else:
-            remaining = _residual(draft.subtracted(row, draft.probs[place]).clamp_min_(0), refused, row)
-    final = _draw(accepted, remaining, noise)
+            row = _residual(row, draft.probs[place].masked_fill(~refused, 0.0), draft.ids)
+    final = _draw(accepted, row, noise)
     if target.shape[1] == nodes:
         final = torch.where(accepted == nodes, -1, final)
     return _verdict(draft, accepted, None, final)
@@ -246,22 +245,34 @@ def _coin(noise: Uniforms, path: _Path) -> Float[Tensor, " batch"]:
 
 
 def _residual(
-    left: Float[Tensor, "batch vocab"], refused: Bool[Tensor, " batch"], row: Float[Tensor, "batch vocab"]
+    row: Float[Tensor, "batch vocab"], law: Float[Tensor, "batch columns"], ids: Int[Tensor, " columns"] | None
 ) -> Float[Tensor, "batch vocab"]:
-    """What the last token is drawn from: what a refusal leaves of the row, and the row itself where nothing was refused
-    or rounding leaves nothing (target and proposal agree, and a refusal has probability 0)."""
-    return torch.where((refused & (left.sum(-1) > 0))[:, None], left, row)
+    """What the last token is drawn from: what the law of a refused token (0 where none was refused) leaves of the row,
+    and the row itself where rounding leaves nothing (target and proposal agree, and a refusal has probability 0).
+    Changes ``row``."""
+    if ids is None:
+        left = (row - law).clamp_min_(0)
+        return torch.where(left.sum(-1, keepdim=True) > 0, left, row)
+    ids = ids.expand_as(law)
+    return _lowered(row, ids, (row.gather(1, ids) - law).clamp_min_(0))
 
 
 def _emptied(
     row: Float[Tensor, "batch vocab"], tokens: Int[Tensor, "batch nodes"], refused: Bool[Tensor, "batch nodes"]
 ) -> Float[Tensor, "batch vocab"]:
-    """:func:`_residual` of point masses: the row without the tokens that were refused. Only these entries are touched,
-    as a pass over the vocabulary costs more than all of them."""
-    before = row.gather(1, tokens)
-    left = row.scatter_reduce(1, tokens, before.masked_fill(refused, 0.0), "amin")
-    something = left.sum(-1, keepdim=True) > 0
-    return left.scatter_reduce_(1, tokens, before.masked_fill(something, 0.0), "amax")
+    """:func:`_residual` of point masses: the row without the tokens that were refused. Changes ``row``."""
+    return _lowered(row, tokens, row.gather(1, tokens).masked_fill(refused, 0.0))
+
+
+def _lowered(
+    row: Float[Tensor, "batch vocab"], ids: Int[Tensor, "batch few"], values: Float[Tensor, "batch few"]
+) -> Float[Tensor, "batch vocab"]:
+    """The row with smaller numbers at a few ids, in place; as it was where nothing would be left of it. Only these
+    entries are touched, as a pass over the vocabulary costs more than all of them. An id may stand there twice."""
+    before = row.gather(1, ids)
+    row.scatter_reduce_(1, ids, values, "amin")
+    something = row.sum(-1, keepdim=True) > 0
+    return row.scatter_reduce_(1, ids, before.masked_fill(something, 0.0), "amax")
 
 
 def _draw(

@@ -126,7 +126,7 @@ def test_a_failing_line_makes_the_exit_code_1(tmp_path, monkeypatch, capsys):
 def test_a_fault_in_the_verifier_fails_the_enumeration(tmp_path, monkeypatch):
     """Negative control of the whole: the last draw comes from the target itself, not from the residual."""
     small(monkeypatch)
-    monkeypatch.setattr("dcd_core.verify._residual", lambda left, refused, row: row)
+    monkeypatch.setattr("dcd_core.verify._residual", lambda row, law, ids: row)
     assert entry.main(["--quick", f"--output={tmp_path / 'out'}"]) == 1
     failed = {line["name"] for line in read(tmp_path / "out") if line["passed"] is False}
     assert failed == {entry.CASES[0].title, entry.CONTROLS[0].name}
