@@ -172,7 +172,7 @@ def _walk_points(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise:
     accepted, path = _path_through(draft, took)
     last = path.gather(1, accepted[:, None])
     batch = torch.arange(target.shape[0], device=target.device)
-    row = target[batch, last[:, 0].clamp_max(target.shape[1] - 1)].exp()
+    row = target[batch, last[:, 0].clamp_max(target.shape[1] - 1)].exp_()
     # ids that were refused at the end of the path leave the row
     refused = draft.valid & (draft.parents + 1 == last)
     final = _draw(accepted, _emptied(row, draft.tokens, refused), noise)
@@ -192,7 +192,7 @@ def _walk_chain(target: Float[Tensor, "batch rows vocab"], draft: Draft, noise: 
         if draft.probs is not None:
             coins = coins * draft.chances()
         accepted = _run(draft.valid & (coins < target[:, :nodes].gather(2, tokens)[..., 0].exp()))
-    row = target[batch, accepted.clamp_max(target.shape[1] - 1)].exp()
+    row = target[batch, accepted.clamp_max(target.shape[1] - 1)].exp_()
     if nodes:
         place = batch, accepted.clamp_max(nodes - 1)
         refused = ((accepted < nodes) & draft.valid[place])[:, None]
