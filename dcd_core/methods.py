@@ -16,7 +16,7 @@ from dcd_core.drafters.lm import LanguageModelDrafter
 from dcd_core.drafters.ngram import NgramDrafter
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import check_amateur
+from dcd_core.heads.checkpoint import check_amateur, refuse_shuffled
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import LanguageModel, Pair
 
@@ -198,6 +198,7 @@ def check_heads(
         raise UserError("--head was trained to imitate the amateur; method dual takes it as --amateur_head")
     if method.reads_amateur:
         check_amateur(head.config, pair.expert, scorers[0].model, "the head")
+        refuse_shuffled(head.config, "the head")
     if method.needs_amateur_head:
         if amateur_head is None:
             raise UserError(f"method {name} drafts with a second head, for the amateur; give --amateur_head")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import load_head_config
+from dcd_core.heads.checkpoint import load_head_config, refuse_shuffled
 from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head
 from dcd_core.loading import check_taps, head_for
 from dcd_core.models import LanguageModel, Pair, load_config, load_pair, load_scorer
@@ -94,6 +94,8 @@ def refuse_roles(
     # the family's control at train-alpha 0 reads both models, and is aligned with the expert
     places += [(name, "--direct_head", ("contrast", "expert")) for name in direct]
     for name, flag, wanted in places:
+        if name:
+            refuse_shuffled(configs[name], name)
         if name and configs[name].aligned_with not in wanted:
             raise UserError(
                 f"{name} is aligned with the {configs[name].aligned_with}; {flag} takes a head aligned with the "

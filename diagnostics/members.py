@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import load_head_config
+from dcd_core.heads.checkpoint import load_head_config, refuse_shuffled
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.family import MANIFEST, READS_AMATEUR, Family, join_features
 from dcd_core.loading import head_for, load_models
@@ -109,9 +109,9 @@ def find_places(family: list[str], controls: list[str]) -> list[Place]:
             raise UserError(
                 f"{control} imitates the amateur and drafts only beside another head; it is no control here"
             )
+        refuse_shuffled(shape, control)
         name = short_name(control)
-        reads = "dual" if shape.kind == "dual_input" else "expert_only"
-        places.append(Place(name, name, control, reads, shape.train_alpha or 0.0, 0))
+        places.append(Place(name, name, control, shape.input, shape.train_alpha or 0.0, 0))
     names = [(place.group, place.name) for place in places]
     for group, name in names:
         if names.count((group, name)) > 1:

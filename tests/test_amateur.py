@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 from tiny import KINDS, tiny_causal_lm, tiny_pair
-from toy_training import flags, make_toy
+from toy_training import amateur_flags, make_toy
 from transformers import AutoModelForCausalLM
 
 import train.amateur as entry
 from dcd_core.divergence import acceptance, kl
 from dcd_core.errors import UserError
 from dcd_core.models import load_pair
-from train import distil
+from train import unroll
 from train.amateur import main
 from train.batches import Texts
 from train.distil import Distil, DistilStep, answer_rows, compare, count_answer_rows, distillation_sums
@@ -20,9 +20,7 @@ from train.pruning import parse_layers, prune
 
 
 def options(toy, output, *more):
-    drop = ("--draft_vocab_size", "--unroll_steps")
-    standard = [flag for flag in flags(toy, output) if not flag.startswith(drop)]
-    return [*standard, f"--eval_tokens={toy / 'held_out.parquet'}", "--keep_layers=0-2,6", "--epochs=3", *more]
+    return amateur_flags(toy, output, f"--eval_tokens={toy / 'held_out.parquet'}", "--epochs=3", *more)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_chunks_give_the_same_loss(tmp_path, monkeypatch):
     texts = Texts.load(str(toy / "train.parquet"), 100, 96)
     results = []
     for budget in (2**25, 96 * 5):
-        monkeypatch.setattr(distil, "LOGIT_BUDGET", budget)
+        monkeypatch.setattr(unroll, "LOGIT_BUDGET", budget)
         module = Distil(prune(pair.expert.model, [0, 4], False), 96)
         ((loss, sums),) = DistilStep(pair.expert)([module], texts.batch([0, 1, 2]), [10.0])
         loss.backward()

@@ -17,11 +17,15 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Settings, decode
 from dcd_core.divergence import acceptance, total_variation
 from dcd_core.errors import UserError
+from dcd_core.heads.checkpoint import load_head_config
 from dcd_core.heads.family import join_features
+from dcd_core.loading import load_models
 from dcd_core.methods import assemble
 from dcd_core.models import load_pair
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import teacher_forced
+from diagnostics import accepted_length
+from diagnostics.histories import refuse_roles
 from diagnostics.members import Text, find_places, load_members
 from diagnostics.position_quantities import on_vocabulary
 from diagnostics.records import read_records
@@ -254,6 +258,22 @@ def test_refusals(world, tmp_path, more, message):
     with pytest.raises(UserError, match=message):
         entry.main(flags(world, tmp_path / "no", *more))
     assert not (tmp_path / "no").exists()
+
+
+def test_a_head_of_shuffled_features_is_given_true_ones_nowhere(world, tmp_path):
+    head, models = str(world / "amateur_shuffled/heads/alpha_0_seed_0"), (str(world / "expert"), str(world / "amateur"))
+    with pytest.raises(UserError, match="of other positions"):
+        find_places([str(world / "family")], [head])
+    with pytest.raises(UserError, match="of other positions"):
+        refuse_roles({head: load_head_config(head)}, "", "", [head])
+    with pytest.raises(UserError, match="of other positions"):
+        assemble("cross_alpha", *load_models(*models, head, "float32", "cpu"))
+    with pytest.raises(UserError, match="of other positions"):
+        accepted_length.main(
+            [f"--expert={models[0]}", f"--amateur={models[1]}", "--heads", head, f"--prompts={world / 'prompts.jsonl'}"]
+            + [f"--output={tmp_path / 'out'}"]
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_shuffled_control_is_shuffled_as_in_its_training(world, tmp_path):

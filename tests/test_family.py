@@ -172,7 +172,7 @@ def test_what_is_no_family_is_one_clear_line(toy, run, tmp_path):
     assert "no head of train-alpha 0.5 for seed 1" in message(lone)
     assert "two heads of train-alpha 0, seed 0" in message(twice)
     assert "do not all have initial weights of their own" in message(alike)
-    assert "says (kind, aligned with, train-alpha)" in message(lying)
+    assert "says (input, aligned with, train-alpha)" in message(lying)
     assert "is not a manifest of a family: KeyError('kind')" in message(nameless)
     assert "holds a family of kind cross_alpha, not dual_drafter" in message(kind="dual_drafter")
     assert "two heads of train-alpha 0, seed 0" in message(lambda manifest: None, run)
@@ -243,7 +243,7 @@ def test_each_input_joins_what_it_says():
     assert joined["amateur_zeroed"].shape == (2, 9, 18) and not joined["amateur_zeroed"][..., 6:].any()
     assert torch.equal(joined["amateur_shuffled"][..., 6:], amateur[:, shuffled_positions(9, 3)])
     assert torch.equal(join_features(expert, None, 12, "amateur_zeroed"), joined["amateur_zeroed"])
-    with pytest.raises(UserError, match="input is one of dual"):
+    with pytest.raises(UserError, match="input is one of expert_only, dual"):
         join_features(expert, amateur, 12, "both")
 
 

@@ -30,7 +30,7 @@ def head(kind: str, alpha: float, seed: int, reads: str, known: SimpleNamespace)
         made = Eagle3Head.from_expert(expert, known, seed=seed, **declared)
     else:
         amateur = tiny.tiny_config(kind, layers=AMATEUR_LAYERS)
-        taps = {"amateur_feature_layers": AMATEUR_TAPS}
+        taps = {"amateur_feature_layers": AMATEUR_TAPS, "amateur_input": reads}
         made = DualInputHead.from_pair(expert, amateur, known, seed=seed, **taps, **declared)
     generator = torch.Generator().manual_seed(100 * seed + int(10 * alpha))
     with torch.no_grad():

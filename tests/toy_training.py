@@ -73,6 +73,12 @@ def flags(toy: Path, output: Path, *more: str) -> list[str]:
     ]
 
 
+def amateur_flags(toy: Path, output: Path, *more: str) -> list[str]:
+    """Flags of train/amateur.py at toy size; later ones win."""
+    drop = ("--draft_vocab_size", "--unroll_steps")
+    return [flag for flag in flags(toy, output, "--keep_layers=0-2,6", *more) if not flag.startswith(drop)]
+
+
 def head_weights(output: Path, head: str = "head") -> dict:
     """The trained head of a run folder, or the one of this name."""
     return load_file(output / head / "model.safetensors")

@@ -6,9 +6,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from toy_training import family_flags, flags
+from toy_training import amateur_flags, family_flags, flags
 
-from train import cross_alpha
+from train import amateur, cross_alpha, unroll
 from train.eagle3 import main
 from train.processes import barrier, start
 
@@ -33,3 +33,8 @@ if __name__ == "__main__":
         more = [f"--deepspeed_config=configs/deepspeed/zero{stage}.json", "--train_alphas", "0", "0.5"]
         shuffled = ["--input=amateur_shuffled", "--log_every=1"]
         cross_alpha.main(family_flags(toy, folder / f"family{stage}", *shared, *shuffled, *more))
+    # ranks with different numbers of rows, in pieces of a few: who made more pieces than the other would wait for ever
+    unroll.LOGIT_BUDGET = 40 * 6
+    sharded = ["--log_every=1", "--deepspeed_config=configs/deepspeed/zero3.json"]
+    main(flags(toy, folder / "pieces", *shared, *sharded))
+    amateur.main(amateur_flags(toy, folder / "amateur3", *shared, *sharded))

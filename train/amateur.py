@@ -26,7 +26,7 @@ from train.distil import Distil, DistilStep, compare, count_answer_rows, latency
 from train.loop import FREE, LoopConfig, fit, full_weights, refuse_start
 from train.processes import barrier, start
 from train.pruning import parse_layers, prune
-from train.sizes import amateur_result, describe_amateur_run, summary
+from train.sizes import amateur_result, common_pieces, describe_amateur_run, summary
 
 
 @dataclass(kw_only=True)
@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     if config.eval_tokens:
         held_out = Texts.load(config.eval_tokens, config.max_length, expert.vocab, first=config.eval_texts)
     whole = load_model(config.expert, dtype="float32", device=str(ranks.device)).model
-    module = Distil(prune(whole, layers, config.train_embeddings).to(ranks.device), expert.vocab)
+    pieces = common_pieces(config, texts, ranks, expert.vocab)
+    module = Distil(prune(whole, layers, config.train_embeddings).to(ranks.device), expert.vocab, pieces)
     del whole
     plan = Plan(tuple(texts.lengths), config.batch_size, ranks.world, config.gradient_accumulation, config.seed)
     stream = Stream(texts, plan, ranks.rank, lambda sample: [count_answer_rows(sample.answer_spans)])

@@ -17,7 +17,7 @@ from dcd_core.divergence import acceptance, kl
 from dcd_core.models import LanguageModel, Pair
 from train.batches import Batch, Texts
 from train.loop import refuse_non_finite
-from train.unroll import LOGIT_BUDGET
+from train.unroll import logit_pieces
 
 
 def answer_rows(batch: Batch) -> Bool[Tensor, "batch position"]:
@@ -57,12 +57,14 @@ class Distil(nn.Module):
     Args:
         amateur: a transformers causal language model.
         vocab: real ids; wider logits are padding.
+        pieces: as of :class:`~train.unroll.Unroll`.
     """
 
-    def __init__(self, amateur: nn.Module, vocab: int):
+    def __init__(self, amateur: nn.Module, vocab: int, pieces: int = 0):
         super().__init__()
         self.amateur = amateur
         self.vocab = vocab
+        self.pieces = pieces
 
     def forward(
         self,
@@ -86,8 +88,8 @@ class Distil(nn.Module):
         def chunk(own: Tensor, expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return distillation_sums(self.amateur.lm_head(own)[:, : self.vocab].float(), expert_logits(expert))
 
-        size = max(1, LOGIT_BUDGET // self.vocab)
-        pieces = list(zip(states.split(size), expert_hidden.split(size), strict=True))
+        count = self.pieces or logit_pieces(len(states), self.vocab)
+        pieces = list(zip(states.tensor_split(count), expert_hidden.tensor_split(count), strict=True))
         parts = [
             chunk(*piece)
             if len(pieces) == 1

@@ -32,13 +32,13 @@ from train.head_run import (
     identity,
     load_frozen,
     sizes_of_features,
+    trained_module,
     training_stream,
 )
 from train.loop import FREE, fit, refuse_start
 from train.online_expert import HeadStep, copy_module
 from train.processes import Ranks, barrier, start
 from train.sizes import coverage, describe_head_run, head_result, summary
-from train.unroll import Unroll
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     depends_on = identity(texts, head.target_ids, pair)
     if ranks.first:
         print(f"training texts: {texts.describe()}", flush=True)
-    modules = {"": Unroll(head, config.unroll_steps, config.step_decay)}
+    modules = {"": trained_module(config, head, texts, ranks)}
     folder = Path(config.output)
     heads = folder / "heads"
     snapshots = {stream.first_step_with(size): keep_head(heads / str(size), ranks) for size in config.snapshots}

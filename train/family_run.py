@@ -31,13 +31,14 @@ from train.head_run import (
     load_frozen,
     refuse_taps,
     sizes_of_features,
+    trained_module,
     training_stream,
 )
 from train.loop import FREE, Member, fit, refuse_start, total_steps
 from train.online_expert import HeadStep, copy_module, scale_features
 from train.processes import Ranks, barrier, start
 from train.sizes import coverage, curve_summary, data_summary, family_result
-from train.unroll import MASK_RULE, Aim, Unroll
+from train.unroll import MASK_RULE, Aim
 
 
 @dataclass(kw_only=True)
@@ -107,6 +108,7 @@ class FamilyRun:
         aligned = {None: "amateur", 0.0: "expert"}.get(plan.aim.alpha, "contrast")
         declared = {"aligned_with": aligned, "train_alpha": plan.aim.alpha}
         reads = plan.input != "expert_only"
+        declared |= {"amateur_input": plan.input} if reads else {}
         return fresh_head(self.config, self.pair, self.vocabulary, None, plan.seed, reads, **declared)
 
     def train(self, plans: list[Planned], part: str, argv: list[str] | None) -> tuple[list[FamilyMember], dict]:
@@ -121,7 +123,7 @@ class FamilyRun:
         [read] = {plan.input for plan in plans}
         step = HeadStep(self.pair.expert, target_ids, self.stops, aims, self.pair.amateur, read, config.seed)
         evaluate = held_out(config, step, self.ranks)
-        modules = {name: Unroll(head, config.unroll_steps, config.step_decay) for name, head in heads.items()}
+        modules = {name: trained_module(config, head, self.texts, self.ranks) for name, head in heads.items()}
         depends_on = {**self.identity, "members": list(heads)}
         trained = fit(modules, self.stream, step, config, self.ranks, depends_on, argv, evaluate, part=part)
         members = [
@@ -166,6 +168,12 @@ def train_family(kind: str, config: FamilyConfig, plans: Sequence[Planned], argv
     barrier()
 
 
+def normalisation(config: FamilyConfig) -> str:
+    """What the summed loss is divided by. EAGLE's way counts padding, which depends on the size of a micro-batch."""
+    texts = f" over micro-batches of {config.batch_size}" if config.loss_normalisation == "eagle" else ""
+    return config.loss_normalisation + texts
+
+
 def held_fixed(run: FamilyRun, plan: Planned, head: Eagle3Head) -> dict:
     """What the manifest says was held fixed for a member, as it is before it is trained."""
     config, texts, step, shape = run.config, run.texts, run.stream.plan, head.config
@@ -188,8 +196,8 @@ def held_fixed(run: FamilyRun, plan: Planned, head: Eagle3Head) -> dict:
             "optimiser steps": total_steps(config, step.steps_per_epoch),
             "texts per step": step.global_batch,
         },
-        "position mask rule": MASK_RULE,
-        "loss": {"step decay": config.step_decay, "normalisation": config.loss_normalisation},
+        "position mask rule": {"rule": MASK_RULE, "stop ids": sorted(run.stops)},
+        "loss": {"step decay": config.step_decay, "normalisation": normalisation(config)},
         "unroll depth": config.unroll_steps,
         "draft vocabulary": run.vocabulary.content_hash,
         "optimiser": {

@@ -21,7 +21,8 @@ from train.batches import Plan, Stream, Texts
 from train.loop import FREE, LoopConfig
 from train.online_expert import HeadStep, HeldOut, feature_rms, scale_features
 from train.processes import Ranks
-from train.unroll import count_rows
+from train.sizes import common_pieces
+from train.unroll import Unroll, count_rows
 
 
 @dataclass(kw_only=True)
@@ -120,6 +121,12 @@ def fresh_head(
     if rms is not None:
         scale_features(head, rms)
     return head
+
+
+def trained_module(config: HeadConfig, head: Eagle3Head, texts: Texts, ranks: Ranks) -> Unroll:
+    """What an engine trains."""
+    pieces = common_pieces(config, texts, ranks, len(head.target_ids))
+    return Unroll(head, config.unroll_steps, config.step_decay, pieces)
 
 
 def sizes_of_features(config: HeadConfig, pair: Pair, texts: Texts) -> Tensor | None:

@@ -5,6 +5,7 @@ The shift and the mask live in :func:`align` and nowhere else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -204,6 +205,11 @@ def row_sums(
     return loss, correct, accepted
 
 
+def logit_pieces(rows: int, ids: int) -> int:
+    """In how many pieces so many rows of logits are made."""
+    return max(1, math.ceil(rows / max(1, LOGIT_BUDGET // ids)))
+
+
 class Unroll(nn.Module):
     """The trained module: a head and its training-time test, as one forward.
 
@@ -211,13 +217,17 @@ class Unroll(nn.Module):
         head: the Eagle3Head.
         steps: unroll depth.
         decay: weight of step i is decay ** i (EAGLE3: .8).
+        pieces: in how many pieces the logits of every step are made; 0: as few as :data:`LOGIT_BUDGET` allows. Where
+            ranks share the weights of the output layer (ZeRO 3), each piece is a collective call, and a rank that made
+            another number of them than its neighbours would wait for them for ever.
     """
 
-    def __init__(self, head: nn.Module, steps: int, decay: float = 0.8):
+    def __init__(self, head: nn.Module, steps: int, decay: float = 0.8, pieces: int = 0):
         super().__init__()
         self.head = head
         self.steps = steps
         self.decay = decay
+        self.pieces = pieces
 
     def forward(
         self,
@@ -253,11 +263,11 @@ class Unroll(nn.Module):
 
     def _step(self, states: Tensor, entries: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
         """:func:`row_sums` in chunks; the logits of a chunk are made again in the backward pass."""
-        chunk = max(1, LOGIT_BUDGET // targets.probs.shape[1])
-        if states.shape[0] <= chunk:
+        pieces = self.pieces or logit_pieces(states.shape[0], targets.probs.shape[1])
+        if pieces == 1:
             return self._chunk(states, entries, targets)
         parts = []
-        for some, where in zip(states.split(chunk), entries.split(chunk), strict=True):
+        for some, where in zip(states.tensor_split(pieces), entries.tensor_split(pieces), strict=True):
             # partitioned parameters (ZeRO 3) have another shape outside the pass, which the default check takes for an
             # error
             parts.append(checkpoint(self._chunk, some, where, targets, use_reentrant=False, determinism_check="none"))

@@ -32,9 +32,10 @@ from dcd_core.heads.rope import FORMAT_THETA, read_rope, write_rope
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 OWN_KEY = "dcd"
-OWN_FIELDS = ("kind", "amateur_hidden_size", "amateur_feature_layers", "aligned_with", "train_alpha")
+OWN_FIELDS = ("kind", "amateur_hidden_size", "amateur_feature_layers", "amateur_input", "aligned_with", "train_alpha")
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "dual_input": "DualInputEagle3"}
 ALIGNED = ("expert", "amateur", "contrast")
+AMATEUR_INPUTS = ("dual", "amateur_zeroed", "amateur_shuffled")
 TOLERATED = ("embed_tokens.weight",)
 """Tensors that a head may carry and that are not used: the expert's embedding is."""
 DERIVABLE = ("t2d",)
@@ -133,10 +134,11 @@ def own_fields(fields: dict, where: str) -> dict:
     found = dict(fields)
     kind, aligned, taps = found.get("kind", "eagle3"), found.get("aligned_with", "expert"), None
     unknown = [name for name in found if name not in OWN_FIELDS]
-    if unknown or kind not in HEADS or aligned not in ALIGNED:
+    given = found.get("amateur_input", "dual")
+    if unknown or kind not in HEADS or aligned not in ALIGNED or given not in AMATEUR_INPUTS:
         raise UserError(
-            f"{where}: {OWN_KEY} says {fields}; it holds {', '.join(OWN_FIELDS)}, kind is one of {', '.join(HEADS)} "
-            f"and aligned_with one of {', '.join(ALIGNED)}"
+            f"{where}: {OWN_KEY} says {fields}; it holds {', '.join(OWN_FIELDS)}, kind is one of {', '.join(HEADS)}, "
+            f"amateur_input one of {', '.join(AMATEUR_INPUTS)} and aligned_with one of {', '.join(ALIGNED)}"
         )
     if found.get("amateur_feature_layers"):
         taps = found["amateur_feature_layers"] = tuple(found["amateur_feature_layers"])
@@ -255,6 +257,19 @@ def check_amateur(config: Eagle3Config, expert, amateur, where: str) -> None:
     different = [f"{name} {mine} (amateur: {its})" for name, mine, its in pairs if mine != its]
     if different:
         raise UserError(f"{where} reads another amateur than {amateur.name}: {'; '.join(different)}")
+
+
+def refuse_shuffled(config: Eagle3Config, where: str) -> None:
+    """Refuse a head that is not to be given the amateur's true features (zeroed ones have no weight in theirs).
+
+    Raises:
+        UserError: a control that was trained on those of other positions.
+    """
+    if config.amateur_input == "amateur_shuffled":
+        raise UserError(
+            f"{where} was trained on the amateur's features of other positions, as a control; only "
+            "diagnostics/cross_alpha.py gives it these, as one of --controls, by its family's folder"
+        )
 
 
 def canonical_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -39,8 +39,9 @@ class Eagle3Config:
     ``feature_layers`` index the expert's ``hidden_states`` (0 = embeddings), i.e. the *inputs* of those layers; None
     when a published head does not say and no expert was at hand. ``num_hidden_layers`` (depth) and
     ``intermediate_size`` (width) are the head's capacity. A head of ``kind`` dual_input also reads
-    ``amateur_feature_layers`` of an amateur (:mod:`dcd_core.heads.dual_input`). ``train_alpha`` goes with a head that
-    is ``aligned_with`` the contrast.
+    ``amateur_feature_layers`` of an amateur (:mod:`dcd_core.heads.dual_input`); ``amateur_input`` is what it was given
+    in their place in training, if it is a control (:data:`dcd_core.heads.family.INPUTS`). ``train_alpha`` goes with a
+    head that is ``aligned_with`` the contrast.
     """
 
     hidden_size: int
@@ -60,8 +61,14 @@ class Eagle3Config:
     kind: Literal["eagle3", "dual_input"] = "eagle3"
     amateur_hidden_size: int = 0
     amateur_feature_layers: tuple[int, int, int] | None = None
+    amateur_input: Literal["dual", "amateur_zeroed", "amateur_shuffled"] = "dual"
     aligned_with: Literal["expert", "amateur", "contrast"] = "expert"
     train_alpha: float | None = None
+
+    @property
+    def input(self) -> str:
+        """What it was trained to read, one of :data:`dcd_core.heads.family.INPUTS`."""
+        return self.amateur_input if self.kind == "dual_input" else "expert_only"
 
     @property
     def feature_widths(self) -> tuple[int, int]:

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from dcd_core.errors import UserError
 from dcd_core.files import file_hash, write_json_atomic
-from dcd_core.heads.checkpoint import load_head_config
+from dcd_core.heads.checkpoint import AMATEUR_INPUTS, load_head_config
 from dcd_core.model_identity import model_identity
 
 MANIFEST = "manifest.json"
 KINDS = ("cross_alpha", "dual_drafter")
-INPUTS = ("dual", "expert_only", "amateur_zeroed", "amateur_shuffled")
-"""What a head reads at verified positions beside the expert's features: the amateur's; nothing (a plain EAGLE3 head);
+INPUTS = ("expert_only", *AMATEUR_INPUTS)
+"""What a head reads at verified positions beside the expert's features: nothing (a plain EAGLE3 head); the amateur's;
 zeros in their place; or those of another, earlier position (:func:`shuffled_positions`)."""
 READS_AMATEUR = ("dual", "amateur_shuffled")
 """Inputs for which the amateur's features are needed."""
@@ -318,11 +318,10 @@ def _refuse_gaps(members: list[FamilyMember]) -> None:
 def _refuse_other_head(member: FamilyMember) -> None:
     """The head on disk must be the one that was trained, and say of itself what the manifest says."""
     config = load_head_config(member.path)
-    kind = "eagle3" if member.input == "expert_only" else "dual_input"
-    said = (config.kind, config.aligned_with, config.train_alpha)
-    wanted = (kind, member.aligned_with, member.alpha)
+    said = (config.input, config.aligned_with, config.train_alpha)
+    wanted = (member.input, member.aligned_with, member.alpha)
     if said != wanted:
-        raise UserError(f"{member.path} says (kind, aligned with, train-alpha) {said}, its manifest {wanted}")
+        raise UserError(f"{member.path} says (input, aligned with, train-alpha) {said}, its manifest {wanted}")
     try:
         found = file_hash(member.path / "model.safetensors")
     except OSError as error:
