@@ -12,7 +12,7 @@ import pandas as pd
 
 from dcd_core.errors import UserError
 from diagnostics.matrix_summary import summarise_matrix
-from diagnostics.resampling import RESAMPLES, Change, changes, ratio_of_sums
+from diagnostics.resampling import RESAMPLES, Change, Interval, changes, interval, ratio_of_sums
 from diagnostics.verdicts import MARGIN, headroom, headroom_clause, judge, least_resamples, verdict_sentence
 from diagnostics.wording import percent
 
@@ -248,6 +248,32 @@ def _against_control(
     else:
         control, other = control.sum(1, keepdims=True), other.sum(1, keepdims=True)
     return np.stack([control, other], axis=2)[:, :, :, None], common
+
+
+def change_between(base: Matrix, other: Matrix, train_alpha: float, infer_alpha: float, **options) -> Interval | None:
+    """How much more training on `train_alpha` changes L in `other` than in `base`, as a share of each one's own L.
+
+    Prompts are drawn for both together. Training seeds are pooled and not drawn: it is of just these drafters.
+    None where one of the two does not have this comparison, was measured on other prompts, or has a control of L 0.
+    """
+    sums = []
+    for matrix in (base, other):
+        if train_alpha not in matrix.train_alphas or infer_alpha not in matrix.infer_alphas:
+            return None
+        rows, column = [0, matrix.train_alphas.index(train_alpha)], matrix.infer_alphas.index(infer_alpha)
+        sums.append(np.stack([matrix.accepted, matrix.rounds], -1).sum(1)[:, rows, column])
+        if not sums[-1][:, 0, 0].sum() > 0:
+            return None
+    if base.prompts != other.prompts:
+        return None
+
+    def difference(total: np.ndarray) -> np.ndarray:
+        lengths = total.reshape(*total.shape[:-1], 2, 2, 2)  # of (base, other), (control, trained): (accepted, rounds)
+        lengths = lengths[..., 0] / lengths[..., 1]
+        change = lengths[..., 1] / lengths[..., 0] - 1
+        return change[..., 1] - change[..., 0]
+
+    return interval(np.stack(sums, axis=1).reshape(len(base.prompts), -1), difference, **options)
 
 
 def _ratio(numerator, denominator):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from diagnostics import paper, plots, plots_matrix
-from diagnostics.cross_alpha_summary import summarise_replays
+from diagnostics.cross_alpha_summary import Matrix, change_between, read_matrix, summarise_replays
 from diagnostics.records import Records, read_records
 from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.verdicts import MARGIN
@@ -50,12 +50,14 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
     section.text = [
         "Each row is one run's verdict on training a drafter on the contrast strength that is decoded with, against "
         "train-alpha 0 in that run; each run stands alone below, with its method and records. A row of one training "
-        "run speaks of its two drafters only, and two rows that differ are no proof that the runs do: nothing here "
-        "tests that."
+        "run speaks of its two drafters only. Two verdicts that differ are no proof that the runs do: that is what the "
+        "last column is about, the change here minus the change in the first run, with its 95% interval over the "
+        "prompts of both, for just these drafters."
     ]
+    read = [_summarise(run, resamples, seed) for run in runs]
+    base = read_matrix(read[0][0].rows)
     rows = []
-    for run in runs:
-        _, found = _summarise(run, resamples, seed)
+    for run, (records, found) in zip(runs, read, strict=True):
         for entry in found["verdicts"]:
             length = found["lengths"][0][found["infer_alphas"].index(entry["infer_alpha"])]
             change = percent(entry["change"], 2, sign=True) if "change" in entry else ""
@@ -63,12 +65,26 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
             ceiling = points(entry["headroom_tv"], 2)
             name = [run.name, f"{entry['infer_alpha']:g}", f"{entry['train_alpha']:g}"]
             name += [str(len(found["seeds"])), count(found["prompts"])]
-            rows.append([*name, f"{length:.3f}", change, ceiling, realised, entry["verdict"]])
+            against = "" if run is runs[0] else _against(base, records, entry, resamples, seed)
+            rows.append([*name, f"{length:.3f}", change, ceiling, realised, entry["verdict"], against])
     headers = ["run", "alpha", "trained on", "training runs", "prompts", "L of train-alpha 0", "change of L"]
-    headers += ["ceiling, points", "realised, points", "verdict"]
+    headers += ["ceiling, points", "realised, points", "verdict", f"against {runs[0].name}, points"]
     caption = "Change of accepted drafts a round; ceiling and gain in points of a sampled first draft's acceptance"
     section.tables = [Table(caption, headers, rows)]
     return section
+
+
+def _against(base: Matrix, records: Records, entry: dict, resamples: int, seed: int) -> str:
+    """The change of a run minus that of the first; a dash where the first has no such comparison on these prompts."""
+    found = change_between(
+        base,
+        read_matrix(records.rows),
+        entry["train_alpha"],
+        entry["infer_alpha"],
+        resamples=resamples,
+        seed=seed,
+    )
+    return points(found.as_dict(), 2, sign=True) if found else "–"
 
 
 def _summarise(run: Run, resamples: int, seed: int) -> tuple[Records, dict]:

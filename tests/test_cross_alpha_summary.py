@@ -7,7 +7,7 @@ import synthetic_records
 
 from dcd_core.errors import UserError
 from diagnostics import paper
-from diagnostics.cross_alpha_summary import matched, read_matrix, summarise_replays
+from diagnostics.cross_alpha_summary import change_between, matched, read_matrix, summarise_replays
 from diagnostics.matrix_summary import summarise_matrix
 from diagnostics.position_summary import length_gain
 from diagnostics.records import read_records, write_records
@@ -135,6 +135,25 @@ def test_seeds_that_differ_leave_a_verdict_about_just_these_drafters():
     assert entry["verdict"] == "undecided" != entry["verdict_over_prompts"]
     assert entry["change_over_prompts"]["high"] < entry["change"]["high"]
     assert f"Of just these drafters, over prompts alone: {entry['verdict_over_prompts']}, " in entry["sentence"]
+
+
+def test_the_change_of_one_run_against_that_of_another():
+    """The difference of two shares; sure where both saw the same prompts, for prompts cancel."""
+    one, other = (read_matrix(records(prompts=60, effect=effect, noise=0.01)) for effect in (0.0, 0.05))
+    found = change_between(one, other, 0.3, 0.3, resamples=500)
+    shares = [
+        matrix.lengths()[matrix.train_alphas.index(0.3), matrix.infer_alphas.index(0.3)]
+        / matrix.lengths()[0, matrix.infer_alphas.index(0.3)]
+        for matrix in (one, other)
+    ]
+    assert found.estimate == pytest.approx(shares[1] - shares[0]) and 0 < found.low < 0.05 < found.high + 0.02
+    same = change_between(one, one, 0.3, 0.3, resamples=500)
+    assert (same.estimate, same.low, same.high) == (0, 0, 0)
+    assert change_between(one, other, 0.2, 0.3) is None and change_between(one, other, 0.3, 0.7) is None
+    assert change_between(one, read_matrix(records(prompts=59)), 0.3, 0.3) is None
+    never = records(prompts=60)
+    never["accepted"] = 0
+    assert change_between(one, read_matrix(never), 0.3, 0.3) is None
 
 
 def test_a_control_that_is_never_accepted_decides_nothing():

@@ -139,6 +139,8 @@ def test_several_matrices_stand_side_by_side_first(tmp_path):
     assert titles[1].endswith("(large)") and titles[2].endswith("(small)")
     table = re.search("<tbody>(.*?)</tbody>", page, flags=re.S)[1]
     cells = [re.findall("<td>(.*?)</td>", row) for row in table.split("</tr>")[:2]]
-    assert [(row[0], row[1], row[-1]) for row in cells] == [("large", "0.3", "hurts"), ("small", "0.3", "helps")]
+    assert [(row[0], row[1], row[-2]) for row in cells] == [("large", "0.3", "hurts"), ("small", "0.3", "helps")]
+    low, high = re.search(r"\[\+(\S+), \+(\S+)\]", cells[1][-1]).groups()
+    assert cells[0][-1] == "" and float(low) < 12 < float(high), "they differ, by what was put in"
     assert page.count("The paper&#39;s matrices") == 1, "the paper's numbers are the same for both"
     assert len(list((tmp_path / "page").glob("*.png"))) == page.count("data:image/png") == 7
