@@ -29,29 +29,22 @@ from dcd_core.replay import Rollout, replay
 from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts, at_every_alpha
 from diagnostics.resampling import paired_difference, ratio_of_sums
-from diagnostics.rollouts import Rollouts
+from diagnostics.rollouts import RolloutFlags, Rollouts
 from diagnostics.wording import plain
 
 
-@dataclass
-class Config:
+@dataclass(kw_only=True)
+class Config(RolloutFlags):
     """Settings of the comparison."""
 
-    expert: str = field(metadata={"help": "expert: model folder or hub id"})
-    amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
     heads: list[str] = field(metadata={"help": "EAGLE3 heads (folders or hub ids); the first is the base"})
     prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
     output: str = field(metadata={"help": "folder for the result"})
     alphas: list[float] = field(default_factory=lambda: [0.1, 0.5], metadata={"help": "contrast strengths"})
     gamma: int = field(default=5, metadata={"help": "drafts per round"})
     limit: int = field(default=0, metadata={"help": "use the first so many prompts (0: all)"})
-    max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
     batch: int = field(default=16, metadata={"help": "prompts at a time"})
-    dtype: str = field(default="bfloat16", metadata={"help": "float32 or bfloat16"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
-    rollouts: str = field(
-        default="", metadata={"help": "folder that keeps the greedy texts, for several studies of one pair and prompts"}
-    )
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
     resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
@@ -75,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         config.prompts, config.expert, config.limit, **template_arguments(config.template_args)
     )
     pair, heads = load_heads(config)
-    texts = Rollouts(pair, (config.expert, config.amateur), config.dtype, stops, config.max_new_tokens, config.rollouts)
+    texts = config.texts(pair, stops)
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
     pieces = at_every_alpha(

@@ -35,17 +35,15 @@ from diagnostics.members import Member, Place, Text, find_places, load_members, 
 from diagnostics.parts import at_every_alpha, begin
 from diagnostics.records import read_records, write_records
 from diagnostics.replay_check import check_decoding
-from diagnostics.rollouts import Rollouts
+from diagnostics.rollouts import RolloutFlags, Rollouts
 from diagnostics.shared_history import measure_text
 from diagnostics.wording import percent, points
 
 
-@dataclass
-class Config:
+@dataclass(kw_only=True)
+class Config(RolloutFlags):
     """Settings of the matrix."""
 
-    expert: str = field(metadata={"help": "expert: model folder or hub id"})
-    amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
     family: list[str] = field(metadata={"help": "run of train/cross_alpha.py, or several that are one family"})
     prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
     output: str = field(metadata={"help": "folder for the records"})
@@ -60,16 +58,11 @@ class Config:
     )
     gamma: int = field(default=5, metadata={"help": "drafts per round"})
     limit: int = field(default=0, metadata={"help": "use the first so many prompts (0: all)"})
-    max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
     decode: int = field(default=0, metadata={"help": "so many prompts are also decoded for real"})
     batch: int = field(default=16, metadata={"help": "prompts at a time; finished batches are kept in a stopped run"})
-    dtype: str = field(default="bfloat16", metadata={"help": "float32 or bfloat16"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     dataset: str = field(default="", metadata={"help": "name of the prompt set (default: the file's name)"})
     margin: float = field(default=0.01, metadata={"help": "share of L that counts as a gain"})
-    rollouts: str = field(
-        default="", metadata={"help": "folder that keeps the greedy texts, for several studies of one pair and prompts"}
-    )
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
     resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts and seeds"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
@@ -105,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     ranks = join(config.device)
     pair, members = load_members(config.expert, config.amateur, places, config.dtype, str(ranks.device))
     parts, folder = begin(config, argv, result_settings(config, places), ranks)
-    texts = Rollouts(pair, (config.expert, config.amateur), config.dtype, stops, config.max_new_tokens, config.rollouts)
+    texts = config.texts(pair, stops)
     decoded = {prompt.id: place for place, prompt in enumerate(prompts[: config.decode])}
 
     def measure(batch: list[Prompt], alpha: float) -> dict:

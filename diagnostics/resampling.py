@@ -1,4 +1,4 @@
-"""Bootstrap over prompts, and equivalence tests.
+"""Bootstrap over prompts.
 
 The unit is the prompt: tokens of one answer are not independent. Every statistic here is a function of sums per prompt,
 so one resample is one row of counts and ten thousand of them are a matrix product. The same seed draws the same
@@ -32,20 +32,6 @@ class Interval:
 
     def as_dict(self) -> dict:
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Equivalence:
-    """Result of two one-sided tests (TOST).
-
-    `p_value` is the larger of the two one-sided ones. `verdict` is "equivalent", "higher", "lower" (the interval lies
-    wholly beyond the margin) or "undecided".
-    """
-
-    interval: Interval
-    margin: float
-    p_value: float | None
-    verdict: str
 
 
 @dataclass(frozen=True)
@@ -193,34 +179,6 @@ def paired_sums(arm: tuple, baseline: tuple) -> np.ndarray:
         lone = sorted(set(ids.tolist()) ^ set(other.tolist()))
         raise UserError(f"paired arms must cover the same prompts; '{lone[0]}' is in one of them only")
     return np.concatenate([left, right], axis=1)
-
-
-def equivalence(arm: tuple, baseline: tuple, margin: float, *, resamples=RESAMPLES, seed=0) -> Equivalence:
-    """Two one-sided tests that two ratios of sums differ by less than `margin` (same unit as the ratio), at 5% each.
-
-    Equivalent exactly when the 90% interval of the difference lies inside (-margin, +margin). A claim of "no gain" is
-    made this way and never from a difference that merely fails to be significant.
-    """
-    if not margin > 0:
-        raise UserError(f"the equivalence margin must be above 0, not {margin}")
-    sums = paired_sums(arm, baseline)
-    found = interval(sums, _difference_of_ratios, resamples=resamples, seed=seed, level=0.90)
-    if found.low is None:
-        return Equivalence(found, margin, None, "undecided")
-    drawn = _difference_of_ratios(resampled_sums(sums, resamples, seed))
-    drawn = drawn[np.isfinite(drawn)]
-    # One is added so that no finite bootstrap claims a probability of zero.
-    below = (1 + (drawn <= -margin).sum()) / (1 + len(drawn))
-    above = (1 + (drawn >= margin).sum()) / (1 + len(drawn))
-    if found.low > -margin and found.high < margin:
-        verdict = "equivalent"
-    elif found.low >= margin:
-        verdict = "higher"
-    elif found.high <= -margin:
-        verdict = "lower"
-    else:
-        verdict = "undecided"
-    return Equivalence(found, margin, float(max(below, above)), verdict)
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:

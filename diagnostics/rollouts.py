@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.files import check_output_folder, content_hash, write_json_atomic
 from dcd_core.methods import assemble
+from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair
 from diagnostics.loading import fingerprint
 
@@ -45,7 +46,12 @@ class Rollouts:
     @cached_property
     def key(self) -> list:
         """What decides the answers beside prompts and contrast."""
-        models = [fingerprint(name) if Path(name).is_dir() else name for name in self.models]
+        loaded = self.pair.expert.model, self.pair.amateur.model
+        # a name on a hub may stand for other weights tomorrow
+        models = [
+            fingerprint(name) if Path(name).is_dir() else [name, model_identity(model)]
+            for name, model in zip(self.models, loaded, strict=True)
+        ]
         return [*models, self.dtype, sorted(self.stops), self.max_new_tokens]
 
     def answers(self, prompts: Sequence[Prompt], alpha: float) -> list[list[int]]:
@@ -63,6 +69,23 @@ class Rollouts:
             for path, answer in zip(missing, made, strict=True):
                 write_json_atomic(path, {"alpha": alpha, "answer": answer})
         return [_read(path) for path in places]
+
+
+@dataclass(kw_only=True)
+class RolloutFlags:
+    """Settings of the texts, to be inherited by a script's dataclass."""
+
+    expert: str = field(metadata={"help": "expert: model folder or hub id"})
+    amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
+    max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
+    dtype: str = field(default="bfloat16", metadata={"help": "float32 or bfloat16"})
+    rollouts: str = field(
+        default="", metadata={"help": "folder that keeps the greedy texts, for several studies of one pair and prompts"}
+    )
+
+    def texts(self, pair: Pair, stops: tuple[int, ...]) -> Rollouts:
+        """Where the study's greedy texts come from."""
+        return Rollouts(pair, (self.expert, self.amateur), self.dtype, stops, self.max_new_tokens, self.rollouts)
 
 
 def roll_out(

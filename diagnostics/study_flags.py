@@ -7,25 +7,21 @@ from dataclasses import dataclass, field
 from dcd_core.chat import template_arguments
 from dcd_core.config import refuse_below
 from dcd_core.decode import Prompt
-from dcd_core.models import Pair
 from dcd_core.prompts import read_prompts
 from diagnostics.loading import short_name
-from diagnostics.rollouts import Rollouts
+from diagnostics.rollouts import RolloutFlags
 
 
 @dataclass(kw_only=True)
-class StudyFlags:
+class StudyFlags(RolloutFlags):
     """To be inherited by a script's dataclass."""
 
-    expert: str = field(metadata={"help": "expert: model folder or hub id"})
-    amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
     prompts: list[str] = field(metadata={"help": "held-out prompts, JSONL {id, messages}; a data set a file"})
     output: str = field(metadata={"help": "folder for the records"})
     alphas: list[float] = field(
         default_factory=lambda: [0.1, 0.3, 0.5, 1.0], metadata={"help": "contrast strengths; one rollout set for each"}
     )
     limit: int = field(default=0, metadata={"help": "use the first so many prompts of each file (0: all)"})
-    max_new_tokens: int = field(default=64, metadata={"help": "tokens of each rollout"})
     batch: int = field(
         default=8, metadata={"help": "prompts at a time; finished batches are kept when a run is stopped"}
     )
@@ -33,9 +29,6 @@ class StudyFlags:
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     dataset: list[str] = field(
         default_factory=list, metadata={"help": "names of the prompt files in the records (default: the files' names)"}
-    )
-    rollouts: str = field(
-        default="", metadata={"help": "folder that keeps the greedy texts, for several studies of one pair and prompts"}
     )
     seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
     resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
@@ -62,7 +55,3 @@ class StudyFlags:
         arguments = template_arguments(self.template_args)
         found = [read_prompts(path, self.expert, self.limit, **arguments) for path in self.prompts]
         return dict(zip(self.dataset, (prompts for prompts, _ in found), strict=True)), found[0][1]
-
-    def texts(self, pair: Pair, stops: tuple[int, ...]) -> Rollouts:
-        """Where the study's greedy texts come from."""
-        return Rollouts(pair, (self.expert, self.amateur), self.dtype, stops, self.max_new_tokens, self.rollouts)

@@ -55,11 +55,12 @@ def test_texts_are_made_once_and_only_for_the_same_question(pair, tmp_path, monk
         (texts(pair, tmp_path, tokens=8), 0.5),
         (texts(pair, tmp_path, dtype="bfloat16"), 0.5),
         (texts(pair, tmp_path, models=("expert", "another")), 0.5),
+        (texts(tiny_pair("smol", dtype=torch.float64, seed=5), tmp_path), 0.5),  # new weights under the old names
     ):
         before = len(asked)
         other.answers(three, alpha)
         assert len(asked) == before + 1 and len(asked[-1]) == 3
-    assert len(list(tmp_path.glob("*.json"))) == 4 + 4 * 3
+    assert len(list(tmp_path.glob("*.json"))) == 4 + 5 * 3
 
 
 def test_a_damaged_file_is_named(pair, tmp_path):
