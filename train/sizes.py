@@ -17,7 +17,7 @@ from train.batches import Plan, Texts
 from train.loop import read_deepspeed_config, total_steps
 from train.processes import Ranks, planned_world
 from train.pruning import parse_layers, pruned_config
-from train.unroll import logit_pieces
+from train.unroll import LOGIT_BUDGET, logit_pieces
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -135,7 +135,10 @@ def batch_bytes(config, shape: Eagle3Config, longest: int, targets: int = 1) -> 
     block = 14 * hidden + 3 * shape.intermediate_size
     kept = config.unroll_steps * shape.num_hidden_layers * block * wide
     features = (sum(shape.feature_widths) + 2 * hidden) * wide
-    return config.batch_size * longest * (kept + features + 4 * shape.draft_vocab_size * targets)
+    rows = config.batch_size * longest
+    # fp32 logits over the whole vocabulary of a chunk of rows: both models', the target's, and what softmax makes of it
+    logits = 4 * 4 * min(rows * shape.vocab_size, LOGIT_BUDGET)
+    return rows * (kept + features + 4 * shape.draft_vocab_size * targets) + logits
 
 
 def coverage(texts: Texts, t2d: Tensor) -> float:
