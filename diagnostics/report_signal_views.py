@@ -80,7 +80,7 @@ def _gain_maps(rows: pd.DataFrame, kind: str, resamples: int, seed: int) -> list
     binned = cells(rows, resamples, seed, kind)
     top1 = (
         f"{KINDS[kind].capitalize()}: gain in top-1 matches with the target if {DRAFTS[kind]}. Bold: the 95% interval "
-        "over prompts excludes 0."
+        "over prompts excludes 0, cell by cell: one cell in twenty would by chance."
     )
     acceptance = (
         f"{KINDS[kind].capitalize()}: the same for the acceptance rate of sampled drafts, 1 - TV(draft, target)."
@@ -109,7 +109,8 @@ def _configuration_maps(rows: pd.DataFrame, resamples: int, seed: int) -> list[t
             labelled = by_configuration(rows, column, kind, resamples, seed)
             caption = (
                 f"Gain in top-1 matches of the {KINDS[kind]} by {words}, a row for each pair, data set and contrast "
-                "strength. Colours are cut at ±30 points, as in the paper; bold: the interval excludes 0."
+                "strength. Colours are cut at ±30 points, as in the paper; bold: the interval excludes 0, "
+                "cell by cell: one in twenty would by chance."
             )
             figure = plots_signal.configuration_map(labelled, label, kind)
             found.append((f"{column.replace('_', '-')}-{kind}", figure, caption, f"map of the gain by {words}", True))
