@@ -47,7 +47,8 @@ class LazyBatch(Batch):
         clock.lap("expert")
         allowed = plausible(output.logits, self.settings.target.cutoff)
         reach = reachable(allowed, draft)
-        open_rows = (reach & (allowed.sum(-1) > 1)).any(1)
+        plausible_count = allowed.sum(-1)
+        open_rows = (reach & (plausible_count > 1)).any(1)
         survey = torch.cat([self.root[:, None], open_rows[:, None], reach], dim=1).tolist()  # this round's first copy
         roots, asked = [row[0] for row in survey], any(row[1] for row in survey)
         clock.lap("rest")
@@ -57,6 +58,8 @@ class LazyBatch(Batch):
             clock.lap("amateur")
         else:
             judged, bad = target_rows([output.logits], self.settings.target.provisional())
+        # NaN is at least as large as nothing: a row that holds one has no plausible id, and few ids would not show it
+        bad = bad | (plausible_count == 0).any(1)
         host, verdict = self._verdict(judged, bad, draft, noise)
         counts = [row[3] + 1 for row in host]
         if asked:

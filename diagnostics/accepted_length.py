@@ -20,13 +20,12 @@ from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import refuse_shuffled
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.loading import load_models
 from dcd_core.models import Pair
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, replay
-from diagnostics.loading import inputs_key
+from diagnostics.loading import inputs_key, refuse_dual_input
 from diagnostics.parts import Parts, at_every_alpha
 from diagnostics.resampling import paired_difference, ratio_of_sums
 from diagnostics.rollouts import RolloutFlags, Rollouts
@@ -91,13 +90,13 @@ def load_heads(config: Config) -> tuple[Pair, dict[str, Eagle3Head]]:
     """The pair, and every head by the name it was given.
 
     Raises:
-        UserError: heads that tap different layers, which one pass of the expert cannot serve, or are not to be given
-            the amateur's true features.
+        UserError: heads that tap different layers, which one pass of the expert cannot serve, or that read an
+            amateur.
     """
     heads = {}
     for name in config.heads:
         pair, head = load_models(config.expert, config.amateur, name, config.dtype, config.device)
-        refuse_shuffled(head.config, name)
+        refuse_dual_input(head, name)
         heads[name] = head
         if head.config.feature_layers != heads[config.heads[0]].config.feature_layers:
             raise UserError(f"{name} taps other layers than {config.heads[0]}; compare them in two runs")

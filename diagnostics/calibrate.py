@@ -43,7 +43,7 @@ from diagnostics.calibration import (
     simulate_rounds,
 )
 from diagnostics.latency import time_passes
-from diagnostics.loading import inputs_key
+from diagnostics.loading import inputs_key, refuse_dual_input
 from diagnostics.parts import Parts, at_every_alpha
 
 
@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
+    refuse_dual_input(head, config.head)
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
     latency = parts.get("latency")

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from dcd_core.decode import Assembled, Scorer
+from dcd_core.errors import UserError
 from dcd_core.files import file_hash
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.methods import assemble
@@ -33,6 +34,19 @@ def short_name(path: str) -> str:
     folder = Path(path).resolve() if Path(path).is_dir() else Path(path)
     own = folder.parent.name if folder.name == "model" else folder.name  # a trained amateur stands in <run>/model
     return _HASH.sub("", own)
+
+
+def refuse_dual_input(head: Eagle3Head | None, name: str) -> None:
+    """For measurements that give a head the expert's features alone.
+
+    Raises:
+        UserError: it reads an amateur too.
+    """
+    if head is not None and head.kind != "eagle3":
+        raise UserError(
+            f"{name} is a dual-input head, and this measurement gives a head the expert's features alone; "
+            "diagnostics/cross_alpha.py measures heads that read both models"
+        )
 
 
 def inputs_key(prompts: str | list[str], *models: str) -> dict:

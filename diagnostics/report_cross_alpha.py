@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from diagnostics import paper, plots, plots_matrix
-from diagnostics.cross_alpha_summary import Matrix, change_between, read_matrix, summarise_replays
+from diagnostics.cross_alpha_summary import change_between, read_matrix, summarise_replays
 from diagnostics.records import Records, read_records
 from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.verdicts import MARGIN
@@ -55,7 +55,6 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
         "prompts of both, for just these drafters."
     ]
     read = [_summarise(run, resamples, seed) for run in runs]
-    base = read_matrix(read[0][0].rows)
     rows = []
     for run, (records, found) in zip(runs, read, strict=True):
         for entry in found["verdicts"]:
@@ -65,26 +64,24 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
             ceiling = points(entry["headroom_tv"], 2)
             name = [run.name, f"{entry['infer_alpha']:g}", f"{entry['train_alpha']:g}"]
             name += [str(len(found["seeds"])), count(found["prompts"])]
-            against = "" if run is runs[0] else _against(base, records, entry, resamples, seed)
+            against = "" if run is runs[0] else _against(read[0], records, found, entry, resamples, seed)
             rows.append([*name, f"{length:.3f}", change, ceiling, realised, entry["verdict"], against])
     headers = ["run", "alpha", "trained on", "training runs", "prompts", "L of train-alpha 0", "change of L"]
-    headers += ["ceiling, points", "realised, points", "verdict", f"against {runs[0].name}, points"]
+    headers += ["ceiling, points", "realised, points", "verdict", f"change of L minus that of {runs[0].name}"]
     caption = "Change of accepted drafts a round; ceiling and gain in points of a sampled first draft's acceptance"
     section.tables = [Table(caption, headers, rows)]
     return section
 
 
-def _against(base: Matrix, records: Records, entry: dict, resamples: int, seed: int) -> str:
-    """The change of a run minus that of the first; a dash where the first has no such comparison on these prompts."""
-    found = change_between(
-        base,
-        read_matrix(records.rows),
-        entry["train_alpha"],
-        entry["infer_alpha"],
-        resamples=resamples,
-        seed=seed,
-    )
-    return points(found.as_dict(), 2, sign=True) if found else "–"
+def _against(first: tuple[Records, dict], records: Records, found: dict, entry: dict, resamples: int, seed: int) -> str:
+    """The change of L in a run minus that in the first; a dash where the first has no such comparison."""
+    base, its = first
+    if found["gamma"] != its["gamma"] or _where(records) != _where(base):
+        return "–"
+    options = {"resamples": resamples, "seed": seed}
+    tables = read_matrix(base.rows), read_matrix(records.rows)
+    difference = change_between(*tables, entry["train_alpha"], entry["infer_alpha"], **options)
+    return percent(difference.as_dict(), 2, sign=True) if difference else "–"
 
 
 def _summarise(run: Run, resamples: int, seed: int) -> tuple[Records, dict]:

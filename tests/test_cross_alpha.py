@@ -268,7 +268,7 @@ def test_a_head_of_shuffled_features_is_given_true_ones_nowhere(world, tmp_path)
         refuse_roles({head: load_head_config(head)}, "", "", [head])
     with pytest.raises(UserError, match="of other positions"):
         assemble("cross_alpha", *load_models(*models, head, "float32", "cpu"))
-    with pytest.raises(UserError, match="of other positions"):
+    with pytest.raises(UserError, match="gives a head the expert's features alone"):
         accepted_length.main(
             [f"--expert={models[0]}", f"--amateur={models[1]}", "--heads", head, f"--prompts={world / 'prompts.jsonl'}"]
             + [f"--output={tmp_path / 'out'}"]

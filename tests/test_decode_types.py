@@ -149,10 +149,12 @@ def test_a_rule_that_the_drafter_cannot_offer_is_refused(pairs):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_head_that_overflows_is_refused(near, temperature):
+@pytest.mark.parametrize("branch", [1, 2])
+@pytest.mark.parametrize("part", ["fc", "lm_head"])
+def test_a_head_that_overflows_is_refused(near, part, branch, temperature):
     """The output would stay lossless and only the speed would be lost, in silence."""
     head = tiny_head(near[0])
-    head.fc.weight.data[0, 0] = float("nan")
-    settings = Settings(Target(alpha=0.1, temperature=temperature), max_new_tokens=4)
+    getattr(head, part).weight.data[0, 0] = float("nan")
+    settings = Settings(Target(alpha=0.1, temperature=temperature), max_new_tokens=4, branch=branch)
     with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p.' .method dcd_eagle3."):
         decode(assemble("dcd_eagle3", near[0], head), PROMPTS, settings, max_batch=2)

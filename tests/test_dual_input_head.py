@@ -214,6 +214,7 @@ def test_the_head_of_another_amateur_is_refused(tmp_path):
         ({"aligned_with": "nobody"}, "aligned_with one of expert, amateur, contrast"),
         ({"amateur_input": "mirrored"}, "amateur_input one of dual, amateur_zeroed, amateur_shuffled"),
         ({"alpha": 1}, "it holds kind, amateur_hidden_size"),
+        ({"kind": "eagle3", "amateur_input": "amateur_zeroed"}, "reads no amateur, and says of one: amateur_zeroed"),
         ({"kind": "eagle3"}, "kind eagle3 cannot read an amateur of these shapes"),
         ({"amateur_feature_layers": [1, 1, 2]}, "kind dual_input cannot read an amateur of these shapes"),
         ({"amateur_hidden_size": 0}, "kind dual_input cannot read an amateur of these shapes"),

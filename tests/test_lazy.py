@@ -11,7 +11,7 @@ from dcd_core.draft import Draft
 from dcd_core.errors import UserError
 from dcd_core.lazy import reachable
 from dcd_core.methods import assemble
-from dcd_core.rounds import plausible_ids, rows_on_ids, target_rows
+from dcd_core.rounds import PassInputs, plausible_ids, rows_on_ids, target_rows
 
 PROMPTS = some_prompts(5)
 LENGTH = 16
@@ -81,6 +81,24 @@ def test_rows_on_plausible_ids_are_the_whole_rows(pair, temperature):
     found, also_bad = rows_on_ids(expert.logits, [amateur.hidden], [pair.amateur], few, target)
     assert not bad.any() and not also_bad.any()
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_row_is_refused_beside_rows_that_ask(pair, monkeypatch, temperature):
+    """The amateur is asked about a few ids of the others, and none of them shows the NaN."""
+    shipped = PassInputs.run
+
+    def breaks_first_row(self, model, cache, features=False):
+        output = shipped(self, model, cache, features)
+        if model is pair.expert and len(output.logits) > 1:
+            output.logits[0, :, 7] = float("nan")
+        return output
+
+    monkeypatch.setattr(PassInputs, "run", breaks_first_row)
+    with pytest.raises(UserError, match="NaN or infinite numbers for prompt 'p0'"):
+        decode(
+            assemble("dcd_eagle3", pair, tiny_head(pair)), PROMPTS, asked("lazy", temperature, "auto", 0.6), max_batch=5
+        )
 
 
 def test_lazy_needs_a_cutoff(pair):

@@ -67,11 +67,11 @@ def main(argv: list[str] | None = None) -> int:
     if config.eval_tokens:
         held_out = Texts.load(config.eval_tokens, config.max_length, expert.vocab, first=config.eval_texts)
     whole = load_model(config.expert, dtype="float32", device=str(ranks.device)).model
-    pieces = common_pieces(config, texts, ranks, expert.vocab)
-    module = Distil(prune(whole, layers, config.train_embeddings).to(ranks.device), expert.vocab, pieces)
-    del whole
     plan = Plan(tuple(texts.lengths), config.batch_size, ranks.world, config.gradient_accumulation, config.seed)
     stream = Stream(texts, plan, ranks.rank, lambda sample: [count_answer_rows(sample.answer_spans)])
+    pieces = common_pieces(config, stream, ranks, expert.vocab)
+    module = Distil(prune(whole, layers, config.train_embeddings).to(ranks.device), expert.vocab, pieces)
+    del whole
     if ranks.first:
         print(f"training texts: {texts.describe()}; keeping layers {layers}", flush=True)
     identity = {"training texts": texts.hash, "expert weights": model_identity(expert.model)}

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     depends_on = identity(texts, head.target_ids, pair)
     if ranks.first:
         print(f"training texts: {texts.describe()}", flush=True)
-    modules = {"": trained_module(config, head, texts, ranks)}
+    modules = {"": trained_module(config, head, stream, ranks)}
     folder = Path(config.output)
     heads = folder / "heads"
     snapshots = {stream.first_step_with(size): keep_head(heads / str(size), ranks) for size in config.snapshots}

@@ -21,7 +21,7 @@ from dcd_core.files import content_hash, file_hash
 from dcd_core.heads.checkpoint import save_head
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.family import MANIFEST, PER_SEED, FamilyMember, initial_weights, write_manifest
-from train.batches import BUCKET, Stream, Texts
+from train.batches import BUCKET, Plan, Stream, Texts
 from train.head_run import (
     HeadConfig,
     draft_vocabulary,
@@ -123,7 +123,7 @@ class FamilyRun:
         [read] = {plan.input for plan in plans}
         step = HeadStep(self.pair.expert, target_ids, self.stops, aims, self.pair.amateur, read, config.seed)
         evaluate = held_out(config, step, self.ranks)
-        modules = {name: trained_module(config, head, self.texts, self.ranks) for name, head in heads.items()}
+        modules = {name: trained_module(config, head, self.stream, self.ranks) for name, head in heads.items()}
         depends_on = {**self.identity, "members": list(heads)}
         trained = fit(modules, self.stream, step, config, self.ranks, depends_on, argv, evaluate, part=part)
         members = [
@@ -168,10 +168,11 @@ def train_family(kind: str, config: FamilyConfig, plans: Sequence[Planned], argv
     barrier()
 
 
-def normalisation(config: FamilyConfig) -> str:
-    """What the summed loss is divided by. EAGLE's way counts padding, which depends on the size of a micro-batch."""
-    texts = f" over micro-batches of {config.batch_size}" if config.loss_normalisation == "eagle" else ""
-    return config.loss_normalisation + texts
+def normalisation(config: FamilyConfig, plan: Plan) -> str:
+    """What the summed loss is divided by. EAGLE's way counts padding, which depends on how a step's texts are split."""
+    if config.loss_normalisation != "eagle":
+        return config.loss_normalisation
+    return f"eagle over {plan.world} x {plan.accumulation} micro-batches of {config.batch_size}"
 
 
 def held_fixed(run: FamilyRun, plan: Planned, head: Eagle3Head) -> dict:
@@ -197,7 +198,7 @@ def held_fixed(run: FamilyRun, plan: Planned, head: Eagle3Head) -> dict:
             "texts per step": step.global_batch,
         },
         "position mask rule": {"rule": MASK_RULE, "stop ids": sorted(run.stops)},
-        "loss": {"step decay": config.step_decay, "normalisation": normalisation(config)},
+        "loss": {"step decay": config.step_decay, "normalisation": normalisation(config, step)},
         "unroll depth": config.unroll_steps,
         "draft vocabulary": run.vocabulary.content_hash,
         "optimiser": {

@@ -123,9 +123,9 @@ def fresh_head(
     return head
 
 
-def trained_module(config: HeadConfig, head: Eagle3Head, texts: Texts, ranks: Ranks) -> Unroll:
+def trained_module(config: HeadConfig, head: Eagle3Head, stream: Stream, ranks: Ranks) -> Unroll:
     """What an engine trains."""
-    pieces = common_pieces(config, texts, ranks, len(head.target_ids))
+    pieces = common_pieces(config, stream, ranks, len(head.target_ids))
     return Unroll(head, config.unroll_steps, config.step_decay, pieces)
 
 

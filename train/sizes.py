@@ -13,7 +13,7 @@ from dcd_core.heads.checkpoint import load_head_config
 from dcd_core.heads.dual_input import make_head
 from dcd_core.heads.eagle3 import Eagle3Config
 from dcd_core.models import default_feature_layers, load_config, refuse_unsupported
-from train.batches import Plan, Texts
+from train.batches import Plan, Stream, Texts
 from train.loop import read_deepspeed_config, total_steps
 from train.processes import Ranks, planned_world
 from train.pruning import parse_layers, pruned_config
@@ -96,12 +96,12 @@ def zero_stage(config) -> int:
     return read_deepspeed_config(config.deepspeed_config).get("zero_optimization", {}).get("stage", 0)
 
 
-def common_pieces(config, texts: Texts, ranks: Ranks, ids: int) -> int:
-    """In how many pieces every rank makes its logits where ranks share the weights (ZeRO 3): as many as the longest
-    texts need. Elsewhere 0: each rank as it likes."""
+def common_pieces(config, stream: Stream, ranks: Ranks, ids: int) -> int:
+    """In how many pieces every rank makes its logits where ranks share the weights (ZeRO 3): as many as the texts with
+    most rows need. Elsewhere 0: each rank as it likes."""
     if ranks.world == 1 or zero_stage(config) < 3:
         return 0
-    return logit_pieces(config.batch_size * max(texts.lengths), ids)
+    return logit_pieces(config.batch_size * int(stream.counts.max()), ids)
 
 
 def head_shape(config, expert_config) -> Eagle3Config:

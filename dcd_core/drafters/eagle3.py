@@ -76,19 +76,20 @@ class Eagle3Drafter(ReadingDrafter):
         return rerank(found, shape.budget, noise.rule)
 
     def _chain(self, noise: RoundNoise, shape: Shape) -> Draft:
-        state, lengths = self.state, list(self.cache.lengths)
+        state, lengths, logits = self.state, list(self.cache.lengths), None
 
         def following(token):
-            nonlocal state
+            nonlocal state, logits
             if token is not None:
                 state = self.head.step(self.embedding(token)[:, None], state, self.cache)
                 self.cache.commit([1] * len(lengths))
-            return self.logits(state)[:, 0]
+            logits = self.logits(state)[:, 0]
+            return logits
 
         draft = draft_chain(following, noise, shape, self.vocab, self.target_ids)
         self.cache.rollback(lengths)
         # what goes wrong at one draft is still wrong in the state of the last
-        self.suspect = ~state.isfinite().flatten(1).all(1)
+        self.suspect = ~(state.isfinite().flatten(1).all(1) & logits.amax(-1).isfinite())
         return draft
 
     def candidates(self, noise: RoundNoise, shape: Shape) -> Candidates:

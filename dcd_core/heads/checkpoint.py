@@ -142,6 +142,8 @@ def own_fields(fields: dict, where: str) -> dict:
         )
     if found.get("amateur_feature_layers"):
         taps = found["amateur_feature_layers"] = tuple(found["amateur_feature_layers"])
+    if kind == "eagle3" and given != "dual":
+        raise UserError(f"{where}: a head of kind {kind} reads no amateur, and says of one: {given}")
     if (kind == "dual_input") != bool(taps and len(set(taps)) == 3 and found.get("amateur_hidden_size")):
         raise UserError(f"{where}: a head of kind {kind} cannot read an amateur of these shapes: {fields}")
     return found
