@@ -117,7 +117,10 @@ def main(argv: list[str] | None = None) -> int:
     write_records(folder / "replays.parquet", "replays", columns(pieces, places, config), provenance)
     rows = read_records(folder / "replays.parquet", "replays").rows
     found = summarise_replays(rows, config.gamma, config.margin, config.resamples, config.seed)
-    finish_run(folder, {"pair": pair_name(config), "dataset": config.dataset, "decoded": count_checks(checks)} | found)
+    family = next(place.family for place in places if place.group == FAMILY)
+    named = {"pair": pair_name(config), "dataset": config.dataset, "decoded": count_checks(checks)}
+    named["trained"] = {name: family.held_fixed[name] for name in ("trained parameters", "head shape", "token budget")}
+    finish_run(folder, named | found)
     parts.remove()
     print_matrix(found)
     print_checks(checks, config.dtype)
@@ -209,7 +212,8 @@ def print_matrix(found: dict) -> None:
     for name in dict.fromkeys((entry["group"], entry["train_alpha"]) for entry in found["controls"]):
         own = {e["infer_alpha"]: e for e in found["controls"] if (e["group"], e["train_alpha"]) == name}
         lengths = [f"{own[infer]['length']:.3f}" if infer in own else "" for infer in found["infer_alphas"]]
-        table.append([f"{name[0]} ({name[1]:g})", *lengths, ""])
+        note = "" if next(iter(own.values()))["matched"] else ", not matched"
+        table.append([f"{name[0]} ({name[1]:g}){note}", *lengths, ""])
     print(f"accepted length L over {found['prompts']} prompts and {len(found['seeds'])} training seeds")
     print(tabulate(table, headers=headers, disable_numparse=True))
     summary = found["summary"]

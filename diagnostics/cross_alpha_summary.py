@@ -218,6 +218,8 @@ def _controls(rows: pd.DataFrame, matrix: Matrix, options: dict) -> list[dict]:
         column = matrix.infer_alphas.index(infer)
         entry = {"group": group, "input": part["input"].iloc[0], "train_alpha": train, "infer_alpha": infer}
         seeds = tuple(sorted(part["seed"].unique().tolist()))
+        # a head that was given alone, and not as a family, is held to nothing
+        entry["matched"] = bool((part["drafter"] != part["group"]).all())
         entry |= {"seeds": list(seeds), "length": float(_ratio(part["accepted"].sum(), part["rounds"].sum()))}
         entry["acceptance"] = float(_ratio(part["acceptance"].sum(), part["positions"].sum()))
         arms, paired = _against_control(part, matrix, column, seeds)
@@ -253,15 +255,17 @@ def _against_control(
 def change_between(base: Matrix, other: Matrix, train_alpha: float, infer_alpha: float, **options) -> Interval | None:
     """How much more training on `train_alpha` changes L in `other` than in `base`, as a share of each one's own L.
 
-    Prompts are drawn for both together. Training seeds are pooled and not drawn: it is of just these drafters.
-    None where one of the two does not have this comparison, was measured on other prompts, or has a control of L 0.
+    Prompts are drawn for both together. Training seeds, those that both have or else all, are pooled and not drawn: it
+    is of just these drafters. None where one of the two does not have this comparison, was measured on other prompts,
+    or has a control of L 0.
     """
-    sums = []
+    sums, common = [], set(base.seeds) & set(other.seeds)
     for matrix in (base, other):
         if train_alpha not in matrix.train_alphas or infer_alpha not in matrix.infer_alphas:
             return None
         rows, column = [0, matrix.train_alphas.index(train_alpha)], matrix.infer_alphas.index(infer_alpha)
-        sums.append(np.stack([matrix.accepted, matrix.rounds], -1).sum(1)[:, rows, column])
+        seeds = [place for place, seed in enumerate(matrix.seeds) if not common or seed in common]
+        sums.append(np.stack([matrix.accepted, matrix.rounds], -1)[:, seeds].sum(1)[:, rows, column])
         if not sums[-1][:, 0, 0].sum() > 0:
             return None
     if base.prompts != other.prompts:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dcd_core.decode import Assembled, Scorer
 from dcd_core.errors import UserError
-from dcd_core.files import file_hash
+from dcd_core.files import content_hash, file_hash
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair
@@ -47,6 +47,13 @@ def refuse_dual_input(head: Eagle3Head | None, name: str) -> None:
             f"{name} is a dual-input head, and this measurement gives a head the expert's features alone; "
             "diagnostics/cross_alpha.py measures heads that read both models"
         )
+
+
+def code_key(*places: str) -> str:
+    """Hash of the project's own modules in some places, patterns such as "dcd_core/*.py"."""
+    root = Path(__file__).resolve().parent.parent
+    files = [path for place in places for path in sorted(root.glob(place))]
+    return content_hash([[path.relative_to(root).as_posix(), file_hash(path)] for path in files])
 
 
 def inputs_key(prompts: str | list[str], *models: str) -> dict:

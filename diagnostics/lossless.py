@@ -23,13 +23,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 
 from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run
-from dcd_core.files import content_hash, file_hash, write_json_atomic, write_text_atomic
+from dcd_core.files import content_hash, write_json_atomic, write_text_atomic
 from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS
 from dcd_core.progress import Bar
@@ -40,7 +39,7 @@ from diagnostics.certificate_identity import checked, planned_checks
 from diagnostics.certificate_laws import Laws, law_cases, samples_of
 from diagnostics.certificate_page import Line, print_lines, render, summary
 from diagnostics.identity_checks import Writer
-from diagnostics.loading import inputs_key, short_name
+from diagnostics.loading import code_key, inputs_key, short_name
 from diagnostics.parts import Parts
 from diagnostics.toy_pair import toy_pair
 
@@ -206,9 +205,7 @@ def result_settings(config: Config) -> dict:
     """What decides a line: settings, inputs, the code that is certified. A stopped run goes on only under these."""
     left_out = ("output", "overwrite", "device", "jobs")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
-    root = Path(__file__).resolve().parent.parent
-    sources = [path for room in ("dcd_core", "diagnostics") for path in sorted((root / room).rglob("*.py"))]
-    code = content_hash([[path.relative_to(root).as_posix(), file_hash(path)] for path in sources])
+    code = code_key("dcd_core/**/*.py", "diagnostics/**/*.py")
     named = (config.expert, config.amateur, config.head, config.amateur_head)
     models = inputs_key(config.prompts, *named) if config.expert else {}
     return kept | {"code": code, "inputs": models}

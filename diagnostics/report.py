@@ -103,9 +103,11 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
     page = Path(config.output)
     sections = []
     for kind, build in SECTIONS.items():
-        own = [run for run in runs if run.kind == kind]
+        # the run with most prompts first: with its verdict the page opens, and others are held against it
+        own = sorted((run for run in runs if run.kind == kind), key=lambda run: -run.metrics.get("prompts", 0))
         if kind in TOGETHER and len(own) > 1:
-            sections.append(TOGETHER[kind](own, page, config.resamples, config.seed))
+            together = TOGETHER[kind](own, page, config.resamples, config.seed)
+            sections += [together] if together else []
         for run in own:
             section = build(run, page, config.resamples, config.seed)
             section.name = run.name

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from diagnostics import paper, plots, plots_matrix
-from diagnostics.cross_alpha_summary import change_between, read_matrix, summarise_replays
+from diagnostics.cross_alpha_summary import FAMILY, change_between, read_matrix, summarise_replays
 from diagnostics.records import Records, read_records
 from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.verdicts import MARGIN
@@ -22,8 +22,9 @@ PAPER_CAPTION = (
     "no intervals."
 )
 CHANGES_CAPTION = (
-    "The same changes with 95% intervals over {over}. An interval below the upper edge of the grey "
-    "band rules out a gain of the margin or more; one inside the band rules out a loss as well."
+    "The same changes with 95% intervals over {over}. Before any correction for their number, an "
+    "interval below the upper edge of the grey band rules out a gain of the margin or more, and one inside the band a "
+    "loss as well."
 )
 CEILING_CAPTION = (
     "Teacher-forced on one history that all drafters share: what aiming at the contrast could add to the acceptance "
@@ -51,9 +52,10 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
         "Each row is one run's verdict on training a drafter on the contrast strength that is decoded with, against "
         "train-alpha 0 in that run; each run stands alone below, with its method and records. A row of one training "
         "run speaks of its two drafters only. Two verdicts that differ are no proof that the runs do: that is what the "
-        "last column is about, the change here minus the change in the first run, with its 95% interval over the "
-        "prompts of both, for just these drafters."
+        f"last column is about, the change of L here minus that in {runs[0].name}, of the seeds that both have, with "
+        "its 95% interval over the prompts of both, for just these drafters."
     ]
+    section.text += [decoded_sentence(run) for run in runs if run.metrics.get("decoded", {}).get("checked")]
     read = [_summarise(run, resamples, seed) for run in runs]
     rows = []
     for run, (records, found) in zip(runs, read, strict=True):
@@ -62,15 +64,44 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
             change = percent(entry["change"], 2, sign=True) if "change" in entry else ""
             realised = points(entry["acceptance_change"], 2, sign=True)
             ceiling = points(entry["headroom_tv"], 2)
-            name = [run.name, f"{entry['infer_alpha']:g}", f"{entry['train_alpha']:g}"]
+            name = [run.name, _where(records), heads_of(run.metrics.get("trained", {}))]
+            name += [f"{entry['infer_alpha']:g}", f"{entry['train_alpha']:g}"]
             name += [str(len(found["seeds"])), count(found["prompts"])]
             against = "" if run is runs[0] else _against(read[0], records, found, entry, resamples, seed)
             rows.append([*name, f"{length:.3f}", change, ceiling, realised, entry["verdict"], against])
-    headers = ["run", "alpha", "trained on", "training runs", "prompts", "L of train-alpha 0", "change of L"]
-    headers += ["ceiling, points", "realised, points", "verdict", f"change of L minus that of {runs[0].name}"]
+    headers = ["run", "pair and prompts", "heads", "alpha", "trained on", "training runs", "prompts"]
+    headers += ["L of train-alpha 0", "change of L", "ceiling, points", "realised, points", "verdict"]
+    headers.append(f"change of L minus that of {runs[0].name}")
     caption = "Change of accepted drafts a round; ceiling and gain in points of a sampled first draft's acceptance"
+    headers, *rows = without_common([headers, *rows], ("pair and prompts", "heads"))
     section.tables = [Table(caption, headers, rows)]
     return section
+
+
+def without_common(lines: list[list[str]], which: tuple[str, ...]) -> list[list[str]]:
+    """A table, its headers first, without those of some columns that say the same in every row."""
+    kept = [column for column in zip(*lines, strict=True) if column[0] not in which or len(set(column[1:])) > 1]
+    return [list(line) for line in zip(*kept, strict=True)]
+
+
+def heads_of(trained: dict) -> str:
+    """Size and training text of a family's heads, from what its manifest says was held fixed."""
+    if not trained:
+        return ""
+    shape = trained["head shape"]
+    blocks = f"{shape['layers']} block{'s' if shape['layers'] > 1 else ''}"
+    return (
+        f"{trained['trained parameters'] / 1e6:.3g} M parameters ({blocks}, MLP {shape['intermediate']}), "
+        f"{count(trained['token budget']['answer tokens'])} tokens"
+    )
+
+
+def decoded_sentence(run: Run) -> str:
+    """How decoding for real compared with the replay."""
+    decoded = run.metrics["decoded"]
+    equal = decoded["equal"] + decoded["near-tie"]
+    words = f"In {run.name}, {decoded['checked']} answers were really decoded too: {equal} equal the replay round by"
+    return words + (f" round, {decoded['near-tie']} of them up to a near-tie." if decoded["near-tie"] else " round.")
 
 
 def _against(first: tuple[Records, dict], records: Records, found: dict, entry: dict, resamples: int, seed: int) -> str:
@@ -148,19 +179,26 @@ def how(records: Records, found: dict, decoded: dict) -> str:
         f"Vanilla contrastive decoding answered each of {count(found['prompts'])} prompts greedily at every infer-alpha"
         f"{longest}; every drafter's rounds, of {found['gamma']} drafts, follow from "
         f"these texts by replay{precision}. Drafters of one column differ in their training target only, in matched "
-        "runs (same initial weights, data, order and budget); all of them, train-alpha 0 too, read both models, and "
-        "what reading the amateur is worth is said by the controls. Acceptance is teacher-forced over the texts of "
-        f"alpha {history:g}. A verdict needs a bound of the 95% interval over {over(found)}, after Holm's correction "
-        f"for the {len(found['verdicts'])} comparisons of training on the alpha that is decoded with (the others are "
-        f"corrected among themselves). It helps or hurts where the change is surely not zero; no gain where one of "
-        f"{100 * found['margin']:g}% of L or more is ruled out. A training seed is other initial weights; the texts "
-        f"and their order are the same for all."
+        f"runs (same initial weights, data, order and budget); {reading(records)} Acceptance is teacher-forced over "
+        f"the texts of alpha {history:g}. A verdict needs a bound of the 95% interval over {over(found)}, after Holm's "
+        f"correction for the {len(found['verdicts'])} comparisons of training on the alpha that is decoded with (the "
+        f"others are corrected among themselves). It helps or hurts where the change is surely not zero; no gain where "
+        f"one of {100 * found['margin']:g}% of L or more is ruled out. A training seed is other initial weights; the "
+        f"texts and their order are the same for all."
     )
     if decoded.get("checked"):
         equal = decoded["equal"] + decoded["near-tie"]
         words += f" Really decoded, {equal} of {decoded['checked']} answers are equal to the replay round by round"
         words += f" ({decoded['near-tie']} up to a near-tie)." if decoded["near-tie"] else "."
     return words
+
+
+def reading(records: Records) -> str:
+    """What the family's drafters read."""
+    rows = records.rows
+    kinds = rows["input"][rows["group"] == FAMILY].unique().tolist()
+    words = f"all of them, train-alpha 0 too: {listed([_reads(kind) for kind in kinds])}."
+    return words + (" What reading the amateur is worth is said by the controls." if kinds == ["dual"] else "")
 
 
 def over(found: dict) -> str:
@@ -223,14 +261,27 @@ def matrix_table(found: dict) -> Table:
         gain = means.get(train)
         name = f"train-alpha {train:g}" + ("" if train else " (control)")
         rows.append([name, *(f"{length:.3f}" for length in lengths), percent(gain, 2, sign=True) if gain else ""])
+    controls: dict[str, list[str]] = {}
     for entry in found["controls"]:
-        name = f"{entry['group']}, train-alpha {entry['train_alpha']:g} ({_reads(entry['input'])})"
-        if not rows or rows[-1][0] != name:
-            rows.append([name, *[""] * len(infers), ""])
+        cells = controls.setdefault(control_name(entry, found), [""] * len(infers))
         change = f" ({percent(entry['change'], sign=True)})" if "change" in entry else ""
-        rows[-1][1 + infers.index(entry["infer_alpha"])] = f"{entry['length']:.3f}{change}"
+        cells[infers.index(entry["infer_alpha"])] = f"{entry['length']:.3f}{change}"
+    rows += [[name, *cells, ""] for name, cells in controls.items()]
     headers = ["drafter", *(f"infer-alpha {infer:g}" for infer in infers), "mean change from train-alpha 0"]
-    return Table("Accepted drafts a round (L); controls with their change from train-alpha 0", headers, rows)
+    caption = (
+        "Accepted drafts a round (L); controls with their change from train-alpha 0 of the same seeds, if it has them"
+    )
+    return Table(caption, headers, rows)
+
+
+def control_name(entry: dict, found: dict) -> str:
+    """What a control is, what it read, and which of its seeds are held against train-alpha 0."""
+    name = f"{entry['group']}, train-alpha {entry['train_alpha']:g} ({_reads(entry['input'])})"
+    if not entry["matched"]:
+        return f"{name}, not matched: other training"
+    if len(entry["seeds"]) < len(found["seeds"]):
+        return f"{name}, {'seed' if len(entry['seeds']) == 1 else 'seeds'} {listed([str(s) for s in entry['seeds']])}"
+    return name
 
 
 def cells_table(found: dict) -> Table:
@@ -241,6 +292,7 @@ def cells_table(found: dict) -> Table:
             f"{cell['infer_alpha']:g}",
             percent(cell["change"], 2, sign=True) if "change" in cell else "",
             percent(cell["change_over_prompts"], 2, sign=True) if "change" in cell else "",
+            f"{100 * cell['seed_deviation']:.2f}" if cell.get("seed_deviation") is not None else "",
             f"{cell['p_gain']:.4f}" if "change" in cell else "",
             f"{cell['p_equivalent']:.4f}" if "change" in cell else "",
             points(cell["acceptance_change"], 2, sign=True),
@@ -254,6 +306,7 @@ def cells_table(found: dict) -> Table:
         "infer-alpha",
         "change of L",
         "the same over prompts alone",
+        "deviation between seeds, points",
         "p against a gain of the margin (Holm)",
         "p of equivalence (TOST, Holm)",
         "change of a sampled first draft's acceptance, points",

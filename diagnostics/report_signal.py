@@ -33,9 +33,12 @@ def signal_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     return section
 
 
-def pooled_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Section:
-    """Several signal studies together, pooled by count: every position weighs the same."""
+def pooled_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Section | None:
+    """Several signal studies together, pooled by count: every position weighs the same. None where they are of one
+    pair's same texts: drafters differ, but signal and headroom would be those of the same positions once more."""
     found = [read_records(run.folder / "positions.parquet", "positions") for run in runs]
+    if len(set().union(*(_settings(records.rows) for records in found))) < sum(len(_settings(r.rows)) for r in found):
+        return None
     title = f"Signal and drafter error, {len(runs)} runs pooled"
     section = _section(title, found, page, "pooled", resamples, seed)
     section.text.append(f"Pooled by count from {listed([run.name for run in runs])}; each stands alone below.")
@@ -59,6 +62,12 @@ def _section(title: str, found: list[Records], page: Path, name: str, resamples:
         section.tables.append(settings_table(each_and_pooled(rows, resamples, seed)))
     section.tables += view_tables(rows, bounds, resamples, seed) + [means_table(by_alpha)]
     return section
+
+
+def _settings(rows: pd.DataFrame) -> set[tuple[str, str]]:
+    """Expert and amateur, without the drafter, and data set."""
+    models = rows["pair"].str.split(" / ").str[:2].str.join(" / ")
+    return set(zip(models, rows["dataset"], strict=True))
 
 
 def scalars(by_alpha: dict[str, dict]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from diagnostics import paper, plots_signal
 from diagnostics.plots import save_png
-from diagnostics.position_summary import KINDS, cells, kinds_in, marginals
+from diagnostics.position_summary import KINDS, cells, having, kinds_in, marginals
 from diagnostics.position_views import (
     Realised,
     alignment,
@@ -59,7 +59,7 @@ def pictures(
             f"Gain in top-1 matches of the {KINDS[best]} by contrast strength and by signal, a line for each pair and "
             "data set. Lines are 95% intervals over prompts; hollow marks stand for fewer than 100 positions."
         )
-        figure = plots_signal.trend_lines(lines, alphas_of(rows), best)
+        figure = plots_signal.trend_lines(lines, alphas_of(having(rows, best)), best)
         found.append(("trends", figure, caption, "lines of the gain by alpha and by signal", True))
     found.append(("alignment", *_alignment_bars(rows, resamples, seed)))
     if "stronger" in kinds_in(rows):

@@ -207,7 +207,7 @@ def changes(sums: np.ndarray, *, relative: bool = True, resamples: int = RESAMPL
     the truth less than nine times in ten. So the mean over seeds is drawn from the t distribution of the arm's own
     differences, with seeds - 1 degrees of freedom: arms may differ in how much their seeds matter, and their seeds'
     effects go together, so none lends another its degrees of freedom. What prompts put into these differences is not
-    taken off again: that is at most a factor of about 1.4 too wide, and never too narrow.
+    taken off again: where seeds do not differ the interval is about twice as wide as need be; never is it too narrow.
     """
     sums = np.asarray(sums, dtype=np.float64)
     count, seeds, arms = sums.shape[:3]

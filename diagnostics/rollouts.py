@@ -1,7 +1,8 @@
 """Vanilla contrastive decoding's own greedy answers: the texts that every study measures drafters on.
 
 They cost more than all that is read from them, and depend on the pair and the prompt only. So studies that are given
-one folder (`--rollouts`) write them once: a file per text, named after everything that decides it. (In half precision a
+one folder (`--rollouts`) write them once: a file per text, named after everything that decides it, the decoder's own
+code included. (In half precision a
 near-tie may also fall by the prompts that were answered beside it; then the text is that of who came first.)
 """
 
@@ -20,7 +21,7 @@ from dcd_core.files import check_output_folder, content_hash, write_json_atomic
 from dcd_core.methods import assemble
 from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair
-from diagnostics.loading import fingerprint
+from diagnostics.loading import code_key, fingerprint
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Rollouts:
             fingerprint(name) if Path(name).is_dir() else [name, model_identity(model)]
             for name, model in zip(self.models, loaded, strict=True)
         ]
-        return [*models, self.dtype, sorted(self.stops), self.max_new_tokens]
+        return [*models, self.dtype, sorted(self.stops), self.max_new_tokens, code_key("dcd_core/*.py")]
 
     def answers(self, prompts: Sequence[Prompt], alpha: float) -> list[list[int]]:
         """The greedy answer to every prompt, in their order, as ids; those that are not in the folder as one batch.

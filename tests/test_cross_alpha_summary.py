@@ -149,6 +149,8 @@ def test_the_change_of_one_run_against_that_of_another():
     assert found.estimate == pytest.approx(shares[1] - shares[0]) and 0 < found.low < 0.05 < found.high + 0.02
     same = change_between(one, one, 0.3, 0.3, resamples=500)
     assert (same.estimate, same.low, same.high) == (0, 0, 0)
+    alone = records(prompts=60, noise=0.01)
+    assert change_between(one, read_matrix(alone[alone["seed"] == 0]), 0.3, 0.3).estimate == 0, "of the seeds of both"
     assert change_between(one, other, 0.2, 0.3) is None and change_between(one, other, 0.3, 0.7) is None
     assert change_between(one, read_matrix(records(prompts=59)), 0.3, 0.3) is None
     never = records(prompts=60)

@@ -13,7 +13,7 @@ import diagnostics.report as report
 from diagnostics import paper, plots_matrix
 from diagnostics.cross_alpha_summary import summarise_replays
 from diagnostics.records import read_records, write_records
-from diagnostics.report_cross_alpha import cross_alpha_section, headlines, paper_span
+from diagnostics.report_cross_alpha import cross_alpha_section, headlines, matrix_table, paper_span
 from diagnostics.report_runs import Run
 
 
@@ -98,6 +98,18 @@ def test_the_heat_map_prints_every_length_and_frames_what_is_judged(tmp_path):
     assert len(main.lines) == 3, "one frame for every verdict"
     weights = [text.get_weight() for text in main.texts]
     assert weights.count("bold") == sum(cell["verdict"] == "hurts" for cell in found["cells"]) == 12
+
+
+def test_every_control_has_one_row_that_says_what_it_is():
+    rows = pd.DataFrame(synthetic_records.replays(prompts=9))
+    first = rows[(rows["group"] == "family") & (rows["train_alpha"] == 0) & (rows["seed"] == 0)]
+    rows = pd.concat([rows, first.assign(group="plain", input="expert_only")]).sort_values("infer_alpha", kind="stable")
+    table = matrix_table(summarise_replays(rows, 5, resamples=50))
+    assert [row[0] for row in table.rows[4:]] == [
+        "official, train-alpha 0 (reads the expert only), not matched: other training",
+        "plain, train-alpha 0 (reads the expert only), seed 0",
+    ]
+    assert all(all(row[1:5]) for row in table.rows), "a number at every infer-alpha"
 
 
 def test_the_papers_numbers_are_labelled_as_the_papers():

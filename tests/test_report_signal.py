@@ -81,6 +81,14 @@ def test_several_runs_are_pooled_by_count(tmp_path):
     assert all((row[column] == "") == row[0].startswith("B") for row in each.rows)
 
 
+def test_drafters_on_the_same_texts_are_not_pooled(tmp_path):
+    """Signal and headroom would be those of the same positions, counted again for every drafter."""
+    runs = [run_of(tmp_path / "a", "big / small / one"), run_of(tmp_path / "b", "big / small / other")]
+    assert pooled_section(runs, tmp_path / "page", 50, 0) is None
+    runs[1] = run_of(tmp_path / "c", "big / tiny / one")
+    assert pooled_section(runs, tmp_path / "page", 50, 0) is not None
+
+
 def test_a_draft_that_gains_is_said_to_gain(tmp_path):
     section = signal_section(run_of(tmp_path / "one", direct=0.05), tmp_path / "page", 50, 0)
     assert "whose head was trained on the contrast: +" in section.headlines[1].small
