@@ -29,7 +29,7 @@ from dcd_core.files import write_json_atomic
 from dcd_core.processes import join
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import replay
-from diagnostics.cross_alpha_summary import summarise_replays
+from diagnostics.cross_alpha_summary import FAMILY, summarise_replays
 from diagnostics.loading import inputs_key, short_name
 from diagnostics.members import Member, Place, Text, find_places, load_members, read_amateur
 from diagnostics.parts import at_every_alpha, begin
