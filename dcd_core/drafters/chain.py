@@ -29,7 +29,7 @@ def draft_chain(
         following: logits after the token given, which is the one drafted last; None for the root.
         target_ids: vocabulary id of each logit, ascending; None when they are the ids themselves.
     """
-    tokens, laws, valid = [], [], []
+    tokens, laws, valid, path = [], [], [], None
     for depth in range(shape.depth):
         logits = following(tokens[-1] if tokens else None)
         token, law = noise.pick(logits, depth, vocab, target_ids)

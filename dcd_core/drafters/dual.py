@@ -114,7 +114,7 @@ class HeadPair(nn.Module):
         survivors: Callable[[int], Tensor] | None = None,
     ) -> Iterator[Float[Tensor, "batch row both"]]:
         """As :meth:`Eagle3Head.unroll`: both heads in step, each following what is chosen from their joint state."""
-        chosen: list[Tensor] = []
+        state, chosen = None, []
         kept: list[Tensor] = []
         alike = (lambda step: kept[step - 1]) if survivors else None
         sides = [

@@ -107,7 +107,7 @@ def grow(
     # the nodes whose children are wanted: their scores, and their places among the candidates
     scores = torch.zeros(batch, 1, dtype=torch.promote_types(state.dtype, torch.float32), device=device)
     places = torch.full((batch, 1), -1, device=device)
-    levels, offset = [], 0
+    levels, offset, rank_of = [], 0, None
     for level, counts in enumerate(plan):
         if level:
             best = levels[-1].scores.sort(dim=1, descending=True, stable=True).indices[:, : len(counts)]
