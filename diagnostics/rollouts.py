@@ -2,8 +2,8 @@
 
 They cost more than all that is read from them, and depend on the pair and the prompt only. So studies that are given
 one folder (`--rollouts`) write them once: a file per text, named after everything that decides it, the decoder's own
-code included. (In half precision a
-near-tie may also fall by the prompts that were answered beside it; then the text is that of who came first.)
+code included. (In half precision a near-tie may also fall by the prompts that were answered beside it; then the text is
+that of who came first.)
 """
 
 from __future__ import annotations
