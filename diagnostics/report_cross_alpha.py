@@ -197,7 +197,7 @@ def reading(records: Records) -> str:
     """What the family's drafters read."""
     rows = records.rows
     kinds = rows["input"][rows["group"] == FAMILY].unique().tolist()
-    words = f"all of them, train-alpha 0 too: {listed([_reads(kind) for kind in kinds])}."
+    words = f"each of them, train-alpha 0 too, {listed([_reads(kind) for kind in kinds])}."
     return words + (" What reading the amateur is worth is said by the controls." if kinds == ["dual"] else "")
 
 

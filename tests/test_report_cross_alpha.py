@@ -53,6 +53,7 @@ def test_the_section_is_whole(tmp_path):
     assert "40 of 40 answers are equal to the replay round by round (1 up to a near-tie)" in section.text[0]
     assert "correction for the 3 comparisons of training on the alpha that is decoded with" in section.text[0]
     assert "over prompts and training seeds" in section.text[0]
+    assert "each of them, train-alpha 0 too, reads both models. What reading the amateur" in section.text[0]
     assert len(section.pictures) == 4 and all(picture.path.stat().st_size > 5000 for picture in section.pictures)
     assert section.records == "../runs/matrix/replays.parquet"
     summary, matrix, cells = section.tables
