@@ -9,9 +9,9 @@ from dcd_core.methods import METHODS
 from diagnostics import faults
 from diagnostics.certificate_laws import Aim, Laws, offers, rules_of, toy_method, toy_settings
 from diagnostics.certificate_page import Line
+from diagnostics.certificate_pair import Toy, texts
 from diagnostics.faults import Fault, in_batch, in_drafts
 from diagnostics.g_test import FAILS_BELOW
-from diagnostics.toy_pair import Toy, texts
 
 AIM = Aim(Target.dcd(1.0))
 SIBLINGS = {"gamma": 1, "branch": 3}

@@ -7,8 +7,8 @@ from dcd_core.decode import Prompt
 from dcd_core.methods import METHODS
 from diagnostics.certificate_laws import PLAIN, VARIANTS, offers, rules_of, toy_method, toy_settings
 from diagnostics.certificate_page import Line
+from diagnostics.certificate_pair import Toy
 from diagnostics.identity_checks import REFERENCES, Check, Writer, held_against
-from diagnostics.toy_pair import Toy
 
 # names in VARIANTS, each with the cutoff it is tried at (how long drafts may be is the entry script's setting)
 REAL_VARIANTS = {PLAIN: 0.0, "tree": 0.0, "lazy": 0.1, "deferred": 0.0}

@@ -16,9 +16,9 @@ from dcd_core.errors import UserError
 from dcd_core.methods import METHODS
 from dcd_core.scorers import negative_prompt, three_models
 from diagnostics.certificate_page import Line
+from diagnostics.certificate_pair import BATCH, VOCAB, Toy, counted, exact_law, texts
 from diagnostics.g_test import Result, g_test, samples_for
 from diagnostics.loading import put_together
-from diagnostics.toy_pair import BATCH, VOCAB, Toy, counted, exact_law, texts
 
 PLAIN = "chain"
 # settings by which no law may change; a method takes part in those that it offers (see `offers`)

@@ -31,12 +31,13 @@ from dcd_core.prompts import read_prompts
 from dcd_core.replay import replay
 from diagnostics.cross_alpha_summary import FAMILY, summarise_replays
 from diagnostics.loading import inputs_key, short_name
-from diagnostics.members import Member, Place, Text, find_places, load_members, read_amateur
+from diagnostics.members import Member, Place, find_places, load_members, read_amateur
 from diagnostics.parts import at_every_alpha, begin
 from diagnostics.records import read_records, write_records
 from diagnostics.replay_check import check_decoding
 from diagnostics.rollouts import RolloutFlags, Rollouts
 from diagnostics.shared_history import measure_text
+from diagnostics.texts import Text
 from diagnostics.wording import percent, points
 
 

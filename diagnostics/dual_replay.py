@@ -12,7 +12,7 @@ import torch
 
 from dcd_core.contrast import Target, choices
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.replay import Rollout, teacher_forced, walk_rounds
+from dcd_core.replay import teacher_forced, walk_rounds
 from diagnostics.histories import History
 
 KINDS = ("target", "dual", "oracle", "exact_expert")
@@ -25,8 +25,9 @@ def agreements(history: History, alpha: float, gamma: int) -> dict[str, list[int
     Kinds are those of `records.DUAL_REPLAYS`. The head alone drafts up to 2 gamma tokens (what it can in the time of
     two heads), the others gamma. The study has both heads.
     """
-    study, ids = history.study, history.ids[0]
-    roots = torch.arange(history.prompt_length, len(ids) - 1, device=ids.device)
+    study, text = history.study, history.text
+    ids = text.ids
+    roots = torch.arange(text.prompt_length, len(ids) - 1, device=ids.device)
     if len(roots) == 0:
         return {kind: [] for kind in KINDS}
     target = Target(alpha=alpha)
@@ -41,7 +42,7 @@ def agreements(history: History, alpha: float, gamma: int) -> dict[str, list[int
     for step, draft in enumerate(_unroll(history, study.head, 2 * gamma)):
         places = roots + 1 + step
         inside = places < len(ids)
-        row = (places - history.prompt_length - 1).clamp_max(len(roots) - 1)
+        row = (places - text.prompt_length - 1).clamp_max(len(roots) - 1)
         picked = {"target": mine[draft.argmax(-1)]}
         if step < gamma:
             amateur_draft = next(unrolled)
@@ -68,5 +69,4 @@ def replay_all(history: History, alpha: float, gamma: int) -> list[dict]:
 
 
 def _unroll(history: History, head: Eagle3Head, steps: int):
-    rollout = Rollout(history.ids[0], history.prompt_length, history.features_of(head)[0])
-    return teacher_forced(head, history.study.pair.expert.embedding, rollout, steps)
+    return teacher_forced(head, history.study.pair.expert.embedding, history.text.rollout(head), steps)

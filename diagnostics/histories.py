@@ -20,6 +20,7 @@ from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head
 from dcd_core.loading import check_taps, head_for
 from dcd_core.models import LanguageModel, Pair, load_config, load_pair, load_scorer
 from diagnostics.position_quantities import Proposal, position_quantities
+from diagnostics.texts import Text
 
 ROWS = 64  # rows of the whole vocabulary worked on at once
 
@@ -132,44 +133,33 @@ class History:
     """One text, and what every model of a study makes of it.
 
     Attributes:
-        ids: prompt and answer.
-        features: tapped features at every position: the expert's, and after them the amateur's if a head reads those.
-        expert, amateur, stronger: last hidden states at every position; a model's output layer turns them into rows.
+        stronger: last hidden states of the stronger model, if there is one.
     """
 
     study: Study
-    ids: Int[Tensor, "1 position"]
-    prompt_length: int
-    features: Float[Tensor, "1 position features"]
-    expert: Float[Tensor, "position hidden"]
-    amateur: Float[Tensor, "position hidden"]
+    text: Text
     stronger: Float[Tensor, "position hidden"] | None = None
 
     @classmethod
     @torch.no_grad()
     def read(cls, study: Study, prompt: Prompt, answer: list[int]) -> History:
         """One pass of every model over prompt and answer."""
-        pair = study.pair
-        ids = torch.tensor([prompt.ids + answer], device=pair.expert.device)
-        expert = pair.expert.forward_full(ids, features=True, logits=False)
-        both = any(head.kind == "dual_input" for head in study.heads)
-        amateur = pair.amateur.forward_full(ids, features=both, logits=False)
-        stronger = study.stronger.forward_full(ids, logits=False).hidden[0] if study.stronger else None
-        features = torch.cat([expert.features, amateur.features], -1) if both else expert.features
-        return cls(study, ids, len(prompt.ids), features, expert.hidden[0], amateur.hidden[0], stronger)
+        text = Text.read(study.pair, prompt, answer, any(head.kind == "dual_input" for head in study.heads))
+        stronger = study.stronger.forward_full(text.ids[None], logits=False).hidden[0] if study.stronger else None
+        return cls(study, text, stronger)
 
     @property
     def places(self) -> Int[Tensor, " place"]:
         """Places of the answer's tokens that a drafter would draft: all but the first, which the prefill gives."""
-        return torch.arange(self.prompt_length + 1, self.ids.shape[1], device=self.ids.device)
+        return torch.arange(self.text.prompt_length + 1, len(self.text.ids), device=self.text.ids.device)
 
     def expert_rows(self, places: Int[Tensor, " place"]) -> Float[Tensor, "place vocab"]:
         """The expert's logits for the tokens at these places."""
-        return self.study.pair.expert.output_layer(self.expert[places - 1])
+        return self.study.pair.expert.output_layer(self.text.expert[places - 1])
 
     def amateur_rows(self, places: Int[Tensor, " place"]) -> Float[Tensor, "place vocab"]:
         """The amateur's logits for the tokens at these places."""
-        return self.study.pair.amateur.output_layer(self.amateur[places - 1])
+        return self.study.pair.amateur.output_layer(self.text.amateur[places - 1])
 
     def stronger_rows(self, places: Int[Tensor, " place"]) -> Float[Tensor, "place vocab"] | None:
         """The stronger model's logits, if there is one."""
@@ -177,13 +167,10 @@ class History:
 
     def first_states(self, head: Eagle3Head) -> Float[Tensor, "row hidden"]:
         """A head's states as of the first draft of a round, at every row."""
-        cache = head.new_cache(1, self.ids.shape[1])
-        embeds = self.study.pair.expert.embedding(self.ids[:, 1:])
-        return head.step(embeds, head.fuse(self.features_of(head)[:, :-1]), cache)[0]
-
-    def features_of(self, head: Eagle3Head) -> Float[Tensor, "1 position features"]:
-        """What a head reads: the expert's features, or the amateur's too."""
-        return self.features if head.kind == "dual_input" else self.features[..., : head.fc.in_features]
+        rollout = self.text.rollout(head)
+        cache = head.new_cache(1, len(rollout.ids))
+        embeds = self.study.pair.expert.embedding(rollout.ids[None, 1:])
+        return head.step(embeds, head.fuse(rollout.features[None, :-1]), cache)[0]
 
     @torch.no_grad()
     def quantities(self, alpha: float) -> dict[str, list]:
@@ -191,7 +178,7 @@ class History:
         study = self.study
         heads = {"draft": study.head, "amateur_draft": study.amateur_head, "direct": next(iter(study.direct), None)}
         states = {name: (head, self.first_states(head)) for name, head in heads.items() if head is not None}
-        columns: dict[str, list] = {"position": (self.places - self.prompt_length).tolist()}
+        columns: dict[str, list] = {"position": (self.places - self.text.prompt_length).tolist()}
         for some in self.places.split(ROWS):
             drafts = {
                 name: Proposal(head.logits(rows[some - 2]), head.target_ids) for name, (head, rows) in states.items()

@@ -38,10 +38,10 @@ from diagnostics.certificate_enumeration import CASES, enumerated, formula
 from diagnostics.certificate_identity import checked, planned_checks
 from diagnostics.certificate_laws import Laws, law_cases, samples_of
 from diagnostics.certificate_page import Line, print_lines, render, summary
+from diagnostics.certificate_pair import toy_pair
 from diagnostics.identity_checks import Writer
 from diagnostics.loading import code_key, inputs_key, short_name
 from diagnostics.parts import Parts
-from diagnostics.toy_pair import toy_pair
 
 Task = tuple[str, Callable[[], Line]]
 """What a line is kept under, and how it is made."""

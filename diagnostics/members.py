@@ -5,20 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-
-from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import load_head_config, refuse_shuffled
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.heads.family import MANIFEST, READS_AMATEUR, Family, join_features
+from dcd_core.heads.family import MANIFEST, READS_AMATEUR, Family
 from dcd_core.loading import head_for, load_models
 from dcd_core.models import Pair
 from dcd_core.replay import Rollout
 from diagnostics.cross_alpha_summary import FAMILY
 from diagnostics.loading import short_name
+from diagnostics.texts import Text
 
 METHODS = {"dual": "cross_alpha", "expert_only": "dcd_eagle3"}
 """The decoding method of a drafter by its input; the other inputs are controls that no method decodes with."""
@@ -57,36 +53,7 @@ class Member:
 
     def rollout(self, text: Text) -> Rollout:
         """A text with the features that this drafter reads."""
-        width = self.head.config.feature_widths[1]
-        joined = join_features(text.features, text.amateur_features, width, self.place.input, self.place.shuffle_seed)
-        return Rollout(text.ids, text.prompt_length, joined[0])
-
-
-@dataclass(frozen=True)
-class Text:
-    """Prompt and answer, and one pass of each model over them: tapped features and last hidden states.
-
-    `amateur_features` is None where no drafter reads any.
-    """
-
-    ids: Int[Tensor, " position"]
-    prompt_length: int
-    features: Float[Tensor, "1 position features"]
-    amateur_features: Float[Tensor, "1 position amateur_features"] | None
-    expert: Float[Tensor, "position hidden"]
-    amateur: Float[Tensor, "position amateur_hidden"] | None
-
-    @classmethod
-    @torch.no_grad()
-    def read(cls, pair: Pair, prompt: Prompt, answer: list[int], amateur_features: bool, amateur: bool = True) -> Text:
-        """Run the expert, and the amateur if anything of it is wanted."""
-        ids = torch.tensor([prompt.ids + answer], device=pair.expert.device)
-        expert = pair.expert.forward_full(ids, features=True, logits=False)
-        features = hidden = None
-        if amateur or amateur_features:
-            found = pair.amateur.forward_full(ids, features=amateur_features, logits=False)
-            features, hidden = found.features, found.hidden[0]
-        return cls(ids[0], len(prompt.ids), expert.features, features, expert.hidden[0], hidden)
+        return text.rollout(self.head, self.place.shuffle_seed)
 
 
 def find_places(family: list[str], controls: list[str]) -> list[Place]:

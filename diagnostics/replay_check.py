@@ -12,7 +12,8 @@ from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.methods import assemble
 from dcd_core.models import Pair
 from diagnostics.agreement import TIE, compare
-from diagnostics.members import Member, Text
+from diagnostics.members import Member
+from diagnostics.texts import Text
 
 Rounds = list[tuple[int, int, int]]
 

@@ -17,7 +17,8 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.divergence import total_variation
 from dcd_core.models import Pair
 from dcd_core.replay import teacher_forced
-from diagnostics.members import Member, Text
+from diagnostics.members import Member
+from diagnostics.texts import Text
 
 ROWS = 64  # rows of the whole vocabulary worked on at once
 

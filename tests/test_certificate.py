@@ -23,8 +23,8 @@ from diagnostics import certificate_controls, certificate_laws
 from diagnostics.certificate_controls import CONTROLS, Control, controlled
 from diagnostics.certificate_laws import TARGETS, Laws, law_cases, offers, toy_method, toy_settings
 from diagnostics.certificate_page import Line, render, summary, table_of
+from diagnostics.certificate_pair import DRAFTED, PROMPT, VOCAB, counted, exact_law, texts, toy_pair
 from diagnostics.faults import no_fault
-from diagnostics.toy_pair import DRAFTED, PROMPT, VOCAB, counted, exact_law, texts, toy_pair
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,13 @@ from dcd_core.prompts import read_prompts
 from dcd_core.replay import teacher_forced
 from diagnostics import accepted_length
 from diagnostics.histories import refuse_roles
-from diagnostics.members import Text, find_places, load_members
+from diagnostics.members import find_places, load_members
 from diagnostics.position_quantities import on_vocabulary
 from diagnostics.records import read_records
 from diagnostics.replay_check import first_draft_gap
 from diagnostics.rollouts import roll_out
 from diagnostics.shared_history import FirstDrafts, headroom_sums
+from diagnostics.texts import Text
 
 ALPHAS, TOKENS = [0.0, 0.5], 14
 

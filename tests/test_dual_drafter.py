@@ -20,7 +20,7 @@ from dcd_core.heads.checkpoint import save_head
 from dcd_core.heads.family import CONTROLS, PER_SEED, FamilyMember, write_manifest
 from dcd_core.methods import assemble
 from dcd_core.prompts import read_prompts
-from dcd_core.replay import Rollout, replay, walk_rounds
+from dcd_core.replay import replay, walk_rounds
 from diagnostics.dual_replay import agreements, replay_all
 from diagnostics.histories import History, load_study
 from diagnostics.records import read_records
@@ -75,7 +75,7 @@ def test_rounds_are_those_of_replay_and_of_decoding(world, amateur_head, alpha):
     agreed = set()
     for prompt, made, history in texts:
         found = agreements(history, alpha, GAMMA)
-        rollout = Rollout(history.ids[0], history.prompt_length, history.features[0])
+        rollout = history.text.rollout(study.head)
         for kind, drafting, gamma in (("target", study.head, 2 * GAMMA), ("dual", both, GAMMA)):
             assert walk_rounds(found[kind], gamma) == replay(drafting, embedding, rollout, gamma)
         settings = Settings(Target(alpha=alpha, temperature=0.0), 16, stops, gamma=GAMMA)
@@ -98,13 +98,13 @@ def test_the_oracle_variants_use_the_true_rows(world):
     target, hits = Target(alpha=0.5), 0
     for _, _, history in texts:
         found = agreements(history, 0.5, GAMMA)
-        ids = history.ids[0]
+        ids = history.text.ids
         for root in range(len(found["oracle"])):
             for kind in ("oracle", "exact_expert"):
                 head = study.head if kind == "oracle" else study.amateur_head
                 run = 0
                 for step, row in enumerate(_drafted(history, head, root)):
-                    place = history.prompt_length + root + 1 + step
+                    place = history.text.prompt_length + root + 1 + step
                     if place >= len(ids):
                         break
                     at = torch.tensor([place])
@@ -122,14 +122,15 @@ def test_the_oracle_variants_use_the_true_rows(world):
 
 def _drafted(history, head, root):
     """Logits of a head's drafts from one root, one decoding step after the other, on the text's own tokens."""
-    end = history.prompt_length + root
+    end = history.text.prompt_length + root
     embed = history.study.pair.expert.embedding
     cache = head.new_cache(1, end + GAMMA + 1)
-    states = head.step(embed(history.ids[:, 1 : end + 1]), head.fuse(history.features[:, :end]), cache)
+    ids = history.text.ids[None]
+    states = head.step(embed(ids[:, 1 : end + 1]), head.fuse(history.text.features[:, :end]), cache)
     cache.commit([end])
     for step in range(GAMMA):
         yield head.logits(states[0, -1])
-        token = history.ids[:, end + 1 + step : end + 2 + step]
+        token = ids[:, end + 1 + step : end + 2 + step]
         if token.shape[1] == 0:
             return
         states = head.step(embed(token), states[:, -1:], cache)
