@@ -58,7 +58,7 @@ class LazyBatch(Batch):
             clock.lap("amateur")
         else:
             judged, bad = target_rows([output.logits], self.settings.target.provisional())
-        # NaN is at least as large as nothing: a row that holds one has no plausible id, and few ids would not show it
+        # no comparison with NaN holds: a row with one has no plausible id at all, and the few ids asked may not show it
         bad = bad | (plausible_count == 0).any(1)
         host, verdict = self._verdict(judged, bad, draft, noise)
         counts = [row[3] + 1 for row in host]

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
+from dcd_core.errors import UserError
+from dcd_core.files import check_output_folder
 from dcd_core.models import choose_device
 
 PATIENCE = timedelta(days=7)
 """How long a process waits for the others: a rank with the longer texts may be hours behind."""
+SIGHT = 30.0
+"""Seconds after which a file of another machine should have come into sight: network file systems cache listings."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +84,50 @@ def barrier() -> None:
     """Wait until every rank is here; a lone process goes on."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
+
+
+def refuse_unshared(folder: str | Path, ranks: Ranks, patience: float = SIGHT) -> None:
+    """Make sure that all ranks see one folder: what one writes there, checkpoints and pieces of a run, others read.
+
+    Every rank must call it. The first leaves a file for the others to find, and takes it (and a folder that it made for
+    it) away again.
+
+    Args:
+        patience: seconds to wait for the file to come into sight.
+    Raises:
+        UserError: on every rank, naming the machines that do not see it.
+    """
+    if not torch.distributed.is_initialized() or ranks.world == 1:
+        return
+    folder = Path(folder)
+    names, made = [f".sight-{os.urandom(8).hex()}"], []
+    torch.distributed.broadcast_object_list(names, src=0)
+    if ranks.first:
+        check_output_folder(folder)
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).touch()
+    barrier()
+    blind: list[str | None] = [None] * ranks.world
+    seen = _in_sight(folder / names[0], patience)
+    torch.distributed.all_gather_object(blind, None if seen else socket.gethostname())
+    if ranks.first:
+        (folder / names[0]).unlink()
+        for path in made:
+            path.rmdir()
+    hosts = sorted({host for host in blind if host is not None})
+    if hosts:
+        raise UserError(
+            f"{folder} is not one folder for all processes: what the first one writes there is not seen on "
+            f"{', '.join(hosts)}; give --output a folder that all machines share"
+        )
+
+
+def _in_sight(path: Path, patience: float) -> bool:
+    end = time.monotonic() + patience
+    # a listing, not a look-up: network file systems remember that a name was missing
+    while not path.parent.is_dir() or path.name not in os.listdir(path.parent):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True

@@ -28,7 +28,7 @@ from dcd_core.heads.family import Family
 from dcd_core.loading import head_for
 from dcd_core.processes import Ranks, join
 from diagnostics.dual_replay import replay_all
-from diagnostics.dual_summary import DRAFTS, summarise_dual
+from diagnostics.dual_summary import COLUMNS, summarise_dual, table6
 from diagnostics.histories import History, Study, load_tapped, merged, refuse_roles
 from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts, at_every_alpha, begin
@@ -173,23 +173,8 @@ def measure_batch(
 
 def print_table(found: list[dict]) -> None:
     """Table 6 of this pair, and the variance rule."""
-    table = []
-    for entry in found:
-        for kind, draft in entry["drafts"].items():
-            change = draft.get("length_change")
-            table.append(
-                [
-                    entry["dataset"],
-                    f"{entry['alpha']:g}",
-                    DRAFTS[kind],
-                    plain(draft["length"], 3),
-                    plain(change, 3) if change else "",
-                    plain(draft["kl"], 3),
-                    percent(draft["top1"]),
-                ]
-            )
-    headers = ["data set", "alpha", "draft", "accepted length L", "L minus e's", "KL to target", "top-1"]
-    print(tabulate(table, headers=headers, disable_numparse=True))
+    table = [cells for entry in found for cells in table6(entry).values()]
+    print(tabulate(table, headers=COLUMNS, disable_numparse=True))
     for entry in found:
         rule = entry.get("rule")
         words = f"alpha {entry['alpha']:g}, {entry['dataset']}: the reconstruction is closer than e at "

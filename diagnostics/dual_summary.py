@@ -11,6 +11,7 @@ from dcd_core.errors import UserError
 from diagnostics.position_summary import clusters, means
 from diagnostics.resampling import RESAMPLES, changes, ratio_of_sums
 from diagnostics.verdicts import judge, least_resamples
+from diagnostics.wording import percent, plain
 
 DRAFTS = {
     "target": "expert-aligned: e",
@@ -19,6 +20,8 @@ DRAFTS = {
     "exact_expert": "oracle: true expert, f",
 }
 """Kinds of drafts by the beginning of their columns; the first is what all others are compared with."""
+COLUMNS = ("data set", "alpha", "draft", "accepted length L", "L minus e's", "KL(draft||π), nats", "top-1 matches")
+"""Headers of :func:`table6`."""
 
 
 def summarise_dual(
@@ -53,6 +56,22 @@ def summarise_dual(
     for entry in found:
         del entry["change"]
     return found
+
+
+def table6(entry: dict) -> dict[str, list[str]]:
+    """The cells of [DCD, Tab. 6] of one entry of :func:`summarise_dual`, by kind of draft."""
+    return {
+        kind: [
+            entry["dataset"],
+            f"{entry['alpha']:g}",
+            DRAFTS[kind],
+            plain(draft["length"], 3),
+            plain(draft["length_change"], 3, sign=True) if draft.get("length_change") else "",
+            plain(draft["kl"], 3),
+            percent(draft["top1"]),
+        ]
+        for kind, draft in entry["drafts"].items()
+    }
 
 
 def _arms(rows: pd.DataFrame, columns: list[tuple], prompts: pd.Index, seeds: list[str]) -> np.ndarray:

@@ -12,7 +12,7 @@ from dcd_core.config import save_run
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash, write_json_atomic
-from dcd_core.processes import Ranks, barrier
+from dcd_core.processes import Ranks, barrier, refuse_unshared
 from dcd_core.progress import Bar
 
 
@@ -57,6 +57,7 @@ def begin(config, argv: list[str] | None, settings, ranks: Ranks) -> tuple[Parts
 
     `config` has `output` and `overwrite`; `settings` is what decides the results (see `Parts`).
     """
+    refuse_unshared(config.output, ranks)
     if ranks.first:
         parts = Parts(config.output, settings, config.overwrite)
         save_run(config.output, config, argv, config.overwrite)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from diagnostics import paper, plots_dual
-from diagnostics.dual_summary import DRAFTS, summarise_dual
+from diagnostics.dual_summary import COLUMNS, DRAFTS, summarise_dual, table6
 from diagnostics.plots import save_png
 from diagnostics.records import read_records
 from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
@@ -149,27 +149,14 @@ def length_table(found: list[dict]) -> Table:
     """Table 6 of this pair: L, divergence from the target and top-1 matches, with the paper's beside them."""
     rows = []
     for entry in found:
-        for kind, draft in entry["drafts"].items():
-            change = draft.get("length_change")
-            rows.append(
-                [
-                    entry["dataset"],
-                    f"{entry['alpha']:g}",
-                    DRAFTS[kind],
-                    plain(draft["length"], 3),
-                    plain(change, 3, sign=True) if change else "",
-                    plain(draft["kl"], 3),
-                    percent(draft["top1"]),
-                    percent(draft["acceptance"]),
-                    paper_cell(kind, entry["alpha"]),
-                ]
-            )
+        for kind, cells in table6(entry).items():
+            acceptance = percent(entry["drafts"][kind]["acceptance"])
+            rows.append([*cells, acceptance, paper_cell(kind, entry["alpha"])])
         time = entry["equal_time"]
         name = f"{DRAFTS['target']}, {2 * entry['gamma']} drafts (equal time)"
         against = f"dual: {plain(time['change'], 3, sign=True)}"
         rows.append([entry["dataset"], f"{entry['alpha']:g}", name, plain(time["length"], 3), against, *[""] * 4])
-    headers = ["data set", "alpha", "draft", "accepted length L", "L minus e's", "KL(draft||π), nats", "top-1 matches"]
-    headers += ["acceptance, sampled", PAPER_COLUMN]
+    headers = [*COLUMNS, "acceptance, sampled", PAPER_COLUMN]
     return Table("Two drafters against one", headers, rows, paper=(PAPER_COLUMN,))
 
 

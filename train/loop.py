@@ -25,7 +25,7 @@ from dcd_core.progress import Bar
 from train.batches import Batch, Stream
 from train.checkpoints import Checkpoints
 from train.meters import Board, Meter
-from train.processes import Ranks, barrier
+from train.processes import Ranks, barrier, refuse_unshared
 from train.schedule import learning_rate
 
 FREE = {"weights": False}
@@ -173,6 +173,7 @@ def open_run(
     written last, when nothing can be refused any more: a refused start changes nothing.
     """
     folder = Path(config.output)
+    refuse_unshared(folder, ranks)
     if ranks.first and config.overwrite and (folder / "metrics.json").exists():
         # metrics.json first: without it the run is unfinished
         for left in ("metrics.json", "manifest.json", "heads", "checkpoints", "tensorboard"):

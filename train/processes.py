@@ -9,7 +9,16 @@ import random
 import numpy as np
 import torch
 
-from dcd_core.processes import PATIENCE, Ranks, barrier, free_port, local_world, planned_world, usable_cores
+from dcd_core.processes import (
+    PATIENCE,
+    Ranks,
+    barrier,
+    free_port,
+    local_world,
+    planned_world,
+    refuse_unshared,
+    usable_cores,
+)
 
 __all__ = [
     "Ranks",
@@ -18,6 +27,7 @@ __all__ = [
     "free_port",
     "planned_world",
     "random_state",
+    "refuse_unshared",
     "restore_random_state",
     "seed_everything",
     "start",

@@ -1,0 +1,51 @@
+"""Processes of one run must see one folder: machines that do not are named, and a refused start leaves nothing."""
+
+import multiprocessing
+import os
+import socket
+
+import pytest
+import torch
+
+from dcd_core.errors import UserError
+from dcd_core.processes import Ranks, free_port, join, refuse_unshared
+
+
+def one_rank(rank: int, port: int, folder: str, answers) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        refuse_unshared(folder, join("cpu"), patience=0.5)
+        answers.put((rank, ""))
+    except UserError as error:
+        answers.put((rank, str(error)))
+
+
+def both(*folders) -> list[str]:
+    """What two processes say, each with a folder of its own."""
+    context = multiprocessing.get_context("spawn")
+    answers, port = context.Queue(), free_port()
+    started = [context.Process(target=one_rank, args=(i, port, str(path), answers)) for i, path in enumerate(folders)]
+    for process in started:
+        process.start()
+    found = dict(answers.get(timeout=120) for _ in started)
+    for process in started:
+        process.join()
+    return [found[0], found[1]]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_one_folder_for_all_is_needed(tmp_path, there):
+    shared, other = tmp_path / "runs" / "shared", tmp_path / "elsewhere"
+    if there:
+        shared.mkdir(parents=True)
+    assert both(shared, shared) == ["", ""]
+    assert shared.exists() == there and not (there and os.listdir(shared)), "nothing is left"
+    for message in both(shared, other):
+        assert "is not one folder for all processes" in message
+        assert f"is not seen on {socket.gethostname()};" in message
+    assert os.listdir(tmp_path) == (["runs"] if there else []), "a refused start leaves nothing"
+
+
+def test_a_lone_process_is_not_asked(tmp_path):
+    refuse_unshared(tmp_path / "new", Ranks(0, 1, torch.device("cpu")))
+    assert not (tmp_path / "new").exists()
