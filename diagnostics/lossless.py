@@ -33,12 +33,12 @@ from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS
 from dcd_core.progress import Bar
 from dcd_core.prompts import read_prompts
-from diagnostics.certificate_controls import CONTROLS, controlled
-from diagnostics.certificate_enumeration import CASES, enumerated, formula
-from diagnostics.certificate_identity import checked, planned_checks
-from diagnostics.certificate_laws import Laws, law_cases, samples_of
-from diagnostics.certificate_page import Line, print_lines, render, summary
-from diagnostics.certificate_pair import toy_pair
+from diagnostics.certificate.cases import CASES, enumerated, formula
+from diagnostics.certificate.controls import CONTROLS, controlled
+from diagnostics.certificate.identity import checked, planned_checks
+from diagnostics.certificate.laws import Laws, law_cases, samples_of
+from diagnostics.certificate.page import Line, print_lines, render, summary
+from diagnostics.certificate.pair import toy_pair
 from diagnostics.identity_checks import Writer
 from diagnostics.loading import code_key, inputs_key, short_name
 from diagnostics.parts import Parts
@@ -205,7 +205,7 @@ def result_settings(config: Config) -> dict:
     """What decides a line: settings, inputs, the code that is certified. A stopped run goes on only under these."""
     left_out = ("output", "overwrite", "device", "jobs")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
-    code = code_key("dcd_core/**/*.py", "diagnostics/**/*.py")
+    code = code_key("dcd_core/**/*.py", "diagnostics/*.py", "diagnostics/certificate/*.py")
     named = (config.expert, config.amateur, config.head, config.amateur_head)
     models = inputs_key(config.prompts, *named) if config.expert else {}
     return kept | {"code": code, "inputs": models}

@@ -21,14 +21,14 @@ from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, check_output_folder, remove, write_text_atomic
 from diagnostics import paper
 from diagnostics.pages import fill_page
-from diagnostics.report_board import write_board
-from diagnostics.report_cross_alpha import across_section, cross_alpha_section
-from diagnostics.report_dual import dual_section
-from diagnostics.report_family import family_section
-from diagnostics.report_runs import Run, Section, find_runs
-from diagnostics.report_signal import pooled_section, signal_section
-from diagnostics.report_speed import identity_section, speed_section
-from diagnostics.report_training import training_section
+from diagnostics.sections.board import write_board
+from diagnostics.sections.cross_alpha import across_section, cross_alpha_section
+from diagnostics.sections.dual_drafter import dual_section
+from diagnostics.sections.families import family_section
+from diagnostics.sections.runs import Run, Section, find_runs
+from diagnostics.sections.signal_error import pooled_section, signal_section
+from diagnostics.sections.speed import identity_section, speed_section
+from diagnostics.sections.training import training_section
 
 PAGE = "index.html"
 MARK = "Fast contrastive decoding with an expert-aligned drafter"  # in every page: an earlier report is known by it

@@ -19,12 +19,12 @@ from dcd_core.draft import Draft
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
 from dcd_core.methods import METHODS, Method
-from diagnostics import certificate_controls, certificate_laws
-from diagnostics.certificate_controls import CONTROLS, Control, controlled
-from diagnostics.certificate_laws import TARGETS, Laws, law_cases, offers, toy_method, toy_settings
-from diagnostics.certificate_page import Line, render, summary, table_of
-from diagnostics.certificate_pair import DRAFTED, PROMPT, VOCAB, counted, exact_law, texts, toy_pair
-from diagnostics.faults import no_fault
+from diagnostics.certificate import controls, laws
+from diagnostics.certificate.controls import CONTROLS, Control, controlled
+from diagnostics.certificate.faults import no_fault
+from diagnostics.certificate.laws import TARGETS, Laws, law_cases, offers, toy_method, toy_settings
+from diagnostics.certificate.page import Line, render, summary, table_of
+from diagnostics.certificate.pair import DRAFTED, PROMPT, VOCAB, counted, exact_law, texts, toy_pair
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_every_rule_of_every_method_is_there_with_and_without_a_cutoff(quick, to
         if line["part"] == "laws"
     }
     for name in METHODS:
-        for rule in certificate_laws.rules_of(toy_method(name, toy).drafter):
+        for rule in laws.rules_of(toy_method(name, toy).drafter):
             for target in TARGETS:
                 assert (name, rule, target) in found
     assert {bool(aim.target.cutoff) for aim in TARGETS.values()} == {True, False}
@@ -316,13 +316,13 @@ def test_a_control_that_is_not_caught_fails(toy):
 
 def test_rows_that_depend_on_their_neighbours_fail(toy, monkeypatch):
     """Negative control: texts of small batches that are those of another seed."""
-    real = certificate_laws.texts
+    real = laws.texts
 
     def other(method, settings, samples, batch=256):
         return real(method, dataclasses.replace(settings, seed=9) if batch == 3 else settings, samples, batch)
 
-    monkeypatch.setattr(certificate_laws, "texts", other)
-    case = certificate_laws.LawCase("cd", "deterministic", "chain", "alpha .5")
+    monkeypatch.setattr(laws, "texts", other)
+    case = laws.LawCase("cd", "deterministic", "chain", "alpha .5")
     line = Laws(toy, 0).line(case, 512, 6)
     assert line.passed is False and line.figures["p"] > 1e-6 and "of 6 the same" in line.figures["rows alone"]
 
@@ -350,7 +350,7 @@ class SampledSiblings(Drafter):
 def test_controls_of_siblings_are_caught(toy, monkeypatch, name):
     """By a drafter of this test, whatever METHODS holds."""
     method = Method("siblings", True, lambda parts: SampledSiblings())
-    monkeypatch.setattr(certificate_controls, "METHODS", {"siblings": method} | METHODS)
+    monkeypatch.setattr(controls, "METHODS", {"siblings": method} | METHODS)
     monkeypatch.setitem(METHODS, "siblings", method)
     control = next(control for control in CONTROLS if control.name == name)
     line = controlled(control, Laws(toy, 0), 2048)

@@ -9,8 +9,8 @@ from trees import Table, paths_of, reference_tree
 
 from dcd_core.draft import Shape
 from dcd_core.drafters.eagle3_tree import Candidates, grow, ranked_plan, rerank, sampled_plan
-from diagnostics.enumeration import Node
-from diagnostics.proposals import EXACT, TARGETS, VISIBLE, World, error, without
+from diagnostics.certificate.enumeration import Node
+from diagnostics.certificate.proposals import EXACT, TARGETS, VISIBLE, World, error, without
 
 SHAPES = [Shape(3, 2), Shape(4, 3, 7), Shape(2, 5, 9), Shape(5, 2, 3)]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from diagnostics.g_test import FAILS_BELOW, g_test, noncentrality, pooled, samples_for, smallest_seen
+from diagnostics.certificate.g_test import FAILS_BELOW, g_test, noncentrality, pooled, samples_for, smallest_seen
 
 
 def drawn(law: np.ndarray, samples: int, seed: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The verifier is lossless: for every kind of draft, what it emits has exactly the target's law.
 
-Exact enumeration (diagnostics/enumeration.py) of the shipped function over several rounds; every negative control is
-the same code with one fault injected, and must be seen to fail.
+Exact enumeration (diagnostics/certificate/enumeration.py) of the shipped function over several rounds; every negative
+control is the same code with one fault injected, and must be seen to fail.
 """
 
 import functools
@@ -16,8 +16,8 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.divergence import acceptance
 from dcd_core.draft import Draft
 from dcd_core.verify import Uniforms, verify
-from diagnostics.enumeration import Node, batch_drafts, delayed, emitted_law, outcomes, target_rows
-from diagnostics.proposals import (
+from diagnostics.certificate.enumeration import Node, batch_drafts, delayed, emitted_law, outcomes, target_rows
+from diagnostics.certificate.proposals import (
     EXACT,
     TARGETS,
     VISIBLE,

@@ -9,10 +9,10 @@ import pytest
 import synthetic_records
 from matplotlib.container import ErrorbarContainer
 
-from diagnostics import plots, plots_signal
 from diagnostics.position_summary import cells, marginals
 from diagnostics.position_views import realised
 from diagnostics.round_summary import summarise_rounds
+from diagnostics.sections import plots, plots_signal
 
 
 @pytest.fixture(scope="module")

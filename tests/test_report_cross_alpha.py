@@ -10,11 +10,12 @@ import synthetic_records
 from synthetic_runs import matrix_run
 
 import diagnostics.report as report
-from diagnostics import paper, plots_matrix
+from diagnostics import paper
 from diagnostics.cross_alpha_summary import summarise_replays
 from diagnostics.records import read_records, write_records
-from diagnostics.report_cross_alpha import cross_alpha_section, headlines, matrix_table, paper_span
-from diagnostics.report_runs import Run
+from diagnostics.sections import plots_matrix
+from diagnostics.sections.cross_alpha import cross_alpha_section, headlines, matrix_table, paper_span
+from diagnostics.sections.runs import Run
 
 
 def section_of(tmp_path, decoded=None, **options):

@@ -5,11 +5,12 @@ import pytest
 from synthetic_runs import dual_run, dual_tables
 
 import diagnostics.report as report
-from diagnostics import paper, plots_dual
+from diagnostics import paper
 from diagnostics.dual_summary import summarise_dual
 from diagnostics.records import write_records
-from diagnostics.report_dual import dual_section, paper_cell, variance_counts
-from diagnostics.report_runs import Run, find_runs
+from diagnostics.sections import plots_dual
+from diagnostics.sections.dual_drafter import dual_section, paper_cell, variance_counts
+from diagnostics.sections.runs import Run, find_runs
 
 
 def run_of(folder, dual: float, **more) -> Run:

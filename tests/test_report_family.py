@@ -2,8 +2,8 @@
 
 import synthetic_runs
 
-from diagnostics.report_family import by_kind, family_section, mean_curve
-from diagnostics.report_runs import find_runs
+from diagnostics.sections.families import by_kind, family_section, mean_curve
+from diagnostics.sections.runs import find_runs
 
 
 def section(folder, **options):

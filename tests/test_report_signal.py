@@ -10,12 +10,13 @@ import pandas as pd
 import pytest
 import synthetic_records
 
-from diagnostics import paper, plots_signal
+from diagnostics import paper
 from diagnostics.position_summary import cells
 from diagnostics.position_views import by_configuration
 from diagnostics.records import write_records
-from diagnostics.report_runs import Run
-from diagnostics.report_signal import pooled_section, signal_section
+from diagnostics.sections import plots_signal
+from diagnostics.sections.runs import Run
+from diagnostics.sections.signal_error import pooled_section, signal_section
 from diagnostics.wording import points
 
 

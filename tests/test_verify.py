@@ -10,8 +10,8 @@ import torch
 from dcd_core.draft import Draft
 from dcd_core.sampling import gumbel, row_key
 from dcd_core.verify import Uniforms, verify
-from diagnostics.enumeration import batch_drafts, target_rows
-from diagnostics.proposals import (
+from diagnostics.certificate.enumeration import batch_drafts, target_rows
+from diagnostics.certificate.proposals import (
     TARGETS,
     World,
     greedy_chain,

@@ -11,10 +11,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from diagnostics.paper import ERROR_ABOVE_2, SIGNAL_SHARES
-from diagnostics.plots import FONT, error_bars
 from diagnostics.position_summary import BUCKETS, FEW, KINDS, Cells, Grid, bucket_labels
 from diagnostics.position_views import Labelled, Realised
 from diagnostics.resampling import Interval
+from diagnostics.sections.plots import FONT, error_bars
 
 SIGNAL_LABEL = r"signal $|\log p(x^*)/q(x^*)|$ (nats)"
 ERROR_LABEL = r"drafter error KL$(e\,\|\,p)$ (nats)"

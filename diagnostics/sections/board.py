@@ -13,7 +13,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dcd_core.config import make_folder
 from dcd_core.files import atomic_path
-from diagnostics.report_runs import Picture, Section
+from diagnostics.sections.runs import Picture, Section
 
 SUFFIX = ".report"  # of the files written here: others in the folder, of a training run say, are left alone
 CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # of a PNG, by its colour type

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from dcd_core.contrast import Target
 from dcd_core.methods import METHODS
-from diagnostics import faults
-from diagnostics.certificate_laws import Aim, Laws, offers, rules_of, toy_method, toy_settings
-from diagnostics.certificate_page import Line
-from diagnostics.certificate_pair import Toy, texts
-from diagnostics.faults import Fault, in_batch, in_drafts
-from diagnostics.g_test import FAILS_BELOW
+from diagnostics.certificate import faults
+from diagnostics.certificate.faults import Fault, in_batch, in_drafts
+from diagnostics.certificate.g_test import FAILS_BELOW
+from diagnostics.certificate.laws import Aim, Laws, offers, rules_of, toy_method, toy_settings
+from diagnostics.certificate.page import Line
+from diagnostics.certificate.pair import Toy, texts
 
 AIM = Aim(Target.dcd(1.0))
 SIBLINGS = {"gamma": 1, "branch": 3}

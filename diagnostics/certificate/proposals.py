@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dcd_core.contrast import Target, target_log_probs
-from diagnostics.enumeration import DraftLaw, Emitted, Node, enumerate_rounds, product_law
+from diagnostics.certificate.enumeration import DraftLaw, Emitted, Node, enumerate_rounds, product_law
 
 EXACT = 1e-10
 """Largest error of the enumeration of a lossless verifier."""

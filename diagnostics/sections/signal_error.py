@@ -18,8 +18,8 @@ from diagnostics.position_summary import (
 )
 from diagnostics.position_views import each_and_pooled, realised, settings_of
 from diagnostics.records import POSITIONS, Records, read_records
-from diagnostics.report_runs import Headline, Run, Section, Table, link
-from diagnostics.report_signal_views import pictures, view_tables
+from diagnostics.sections.runs import Headline, Run, Section, Table, link
+from diagnostics.sections.signal_views import pictures, view_tables
 from diagnostics.wording import count, listed, percent, plain, points
 
 GAMMA = 5  # drafts per round at which a gain per token is turned into accepted length

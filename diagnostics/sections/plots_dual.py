@@ -5,8 +5,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diagnostics.plots import FONT, error_bars
-from diagnostics.plots_signal import EMPTY, PAPER_MARK
+from diagnostics.sections.plots import FONT, error_bars
+from diagnostics.sections.plots_signal import EMPTY, PAPER_MARK
 
 DRAFT_STYLES = {
     "target": ("#0072B2", ""),
@@ -59,7 +59,7 @@ def variance_map(counts: dict[str, np.ndarray], shares: dict[str, float]) -> Fig
     (to the right) and by what the signal offers (up). Above the line a dual draft with uncorrelated errors wins.
 
     Args:
-        counts: name -> positions by Var(s) (rows) and by cost (columns) in BINS, see `report_dual.variance_counts`.
+        counts: name -> positions by Var(s) (rows) and by cost (columns) in BINS, see `dual_drafter.variance_counts`.
         shares: name -> share of positions above the line.
     """
     figure = Figure(figsize=(0.9 + 3.5 * len(counts), 4.1), layout="constrained")

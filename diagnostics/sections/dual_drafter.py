@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from diagnostics import paper, plots_dual
+from diagnostics import paper
 from diagnostics.dual_summary import COLUMNS, DRAFTS, summarise_dual, table6
-from diagnostics.plots import save_png
 from diagnostics.records import read_records
-from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
+from diagnostics.sections import plots_dual
+from diagnostics.sections.plots import save_png
+from diagnostics.sections.runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.wording import count, listed, percent, plain
 
 PAPER_NAMES = {"target": "expert-aligned", "dual": "dual"}

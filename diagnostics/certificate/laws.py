@@ -15,9 +15,9 @@ from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
 from dcd_core.methods import METHODS
 from dcd_core.scorers import negative_prompt, three_models
-from diagnostics.certificate_page import Line
-from diagnostics.certificate_pair import BATCH, VOCAB, Toy, counted, exact_law, texts
-from diagnostics.g_test import Result, g_test, samples_for
+from diagnostics.certificate.g_test import Result, g_test, samples_for
+from diagnostics.certificate.page import Line
+from diagnostics.certificate.pair import BATCH, VOCAB, Toy, counted, exact_law, texts
 from diagnostics.loading import put_together
 
 PLAIN = "chain"

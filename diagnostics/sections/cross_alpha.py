@@ -4,10 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from diagnostics import paper, plots, plots_matrix
+from diagnostics import paper
 from diagnostics.cross_alpha_summary import FAMILY, change_between, read_matrix, summarise_replays
 from diagnostics.records import Records, read_records
-from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
+from diagnostics.sections import plots, plots_matrix
+from diagnostics.sections.runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.verdicts import MARGIN
 from diagnostics.wording import count, listed, percent, plain, points
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt
 from dcd_core.methods import METHODS
-from diagnostics.certificate_laws import PLAIN, VARIANTS, offers, rules_of, toy_method, toy_settings
-from diagnostics.certificate_page import Line
-from diagnostics.certificate_pair import Toy
+from diagnostics.certificate.laws import PLAIN, VARIANTS, offers, rules_of, toy_method, toy_settings
+from diagnostics.certificate.page import Line
+from diagnostics.certificate.pair import Toy
 from diagnostics.identity_checks import REFERENCES, Check, Writer, held_against
 
 # names in VARIANTS, each with the cutoff it is tried at (how long drafts may be is the entry script's setting)

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
-from diagnostics import plots
-from diagnostics.report_runs import Picture, Run, Section, Table, link
-from diagnostics.report_training import LABELS
+from diagnostics.sections import plots
+from diagnostics.sections.runs import Picture, Run, Section, Table, link
+from diagnostics.sections.training import LABELS
 from diagnostics.wording import count
 
 SHOWN = {

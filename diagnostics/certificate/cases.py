@@ -13,10 +13,10 @@ import numpy as np
 from dcd_core import sampling
 from dcd_core.contrast import Target
 from dcd_core.verify import verify
-from diagnostics import proposals
-from diagnostics.certificate_page import Line
-from diagnostics.enumeration import DraftLaw, delayed
-from diagnostics.proposals import EXACT, World
+from diagnostics.certificate import proposals
+from diagnostics.certificate.enumeration import DraftLaw, delayed
+from diagnostics.certificate.page import Line
+from diagnostics.certificate.proposals import EXACT, World
 
 TARGETS = {"alpha 0": Target(alpha=0.0)} | proposals.TARGETS
 QUICK_TARGETS = {name: proposals.TARGETS[name] for name in ("alpha .3", "alpha .5, cutoff")}
@@ -32,7 +32,7 @@ class Case:
         length: tokens of the law; beyond the longest draft, else its extra token is never seen.
         siblings: most children of one node.
         draft_ids: the drafter's own vocabulary, None for all ids.
-        drafter: what it is near to, see :class:`diagnostics.proposals.World`.
+        drafter: what it is near to, see :class:`diagnostics.certificate.proposals.World`.
     """
 
     name: str

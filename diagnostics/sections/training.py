@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from diagnostics import plots
-from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
+from diagnostics.sections import plots
+from diagnostics.sections.runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.wording import count
 
 LABELS = {

@@ -6,8 +6,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from diagnostics import paper, plots_signal
-from diagnostics.plots import save_png
+from diagnostics import paper
 from diagnostics.position_summary import KINDS, cells, having, kinds_in, marginals
 from diagnostics.position_views import (
     Realised,
@@ -18,7 +17,9 @@ from diagnostics.position_views import (
     per_configuration,
     trends,
 )
-from diagnostics.report_runs import Picture, Table
+from diagnostics.sections import plots_signal
+from diagnostics.sections.plots import save_png
+from diagnostics.sections.runs import Picture, Table
 from diagnostics.wording import count, percent, plain, points
 
 MAP_CAPTION = (

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from diagnostics import paper, plots
+from diagnostics import paper
 from diagnostics.prediction import with_predictions
 from diagnostics.records import read_records
-from diagnostics.report_runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.round_summary import ANY, BASELINE, summarise_rounds
+from diagnostics.sections import plots
+from diagnostics.sections.runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.wording import count, listed, plain
 
 SHORTFALL = 0.9
