@@ -38,23 +38,16 @@ class Config(RolloutFlags):
 
     heads: list[str] = field(metadata={"help": "EAGLE3 heads (folders or hub ids); the first is the base"})
     prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
-    output: str = field(metadata={"help": "folder for the result"})
     alphas: list[float] = field(default_factory=lambda: [0.1, 0.5], metadata={"help": "contrast strengths"})
     gamma: int = field(default=5, metadata={"help": "drafts per round"})
-    limit: int = field(default=0, metadata={"help": "use the first so many prompts (0: all)"})
     batch: int = field(default=16, metadata={"help": "prompts at a time"})
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
-    seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
-    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
-    template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
-    overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
     def __post_init__(self):
-        template_arguments(self.template_args)  # refused here if it is not JSON
+        super().__post_init__()
         for name, items in (("--heads", self.heads), ("--alphas", self.alphas)):
             if not items or len(set(items)) < len(items):
                 raise ValueError(f"{name} must name at least one, and none twice; got {items}")
-        refuse_below(self, gamma=1, batch=1, resamples=1, max_new_tokens=2, limit=0, seed=0)
+        refuse_below(self, gamma=1, batch=1, max_new_tokens=2)
         if min(self.alphas) < 0:
             raise ValueError(f"--alphas must be 0 or more, got {self.alphas}")
 

@@ -47,7 +47,6 @@ class Config(RolloutFlags):
 
     family: list[str] = field(metadata={"help": "run of train/cross_alpha.py, or several that are one family"})
     prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
-    output: str = field(metadata={"help": "folder for the records"})
     controls: list[str] = field(
         default_factory=list, metadata={"help": "beside it: runs with another --input, or EAGLE3 heads"}
     )
@@ -58,19 +57,13 @@ class Config(RolloutFlags):
         default=None, metadata={"help": "whose texts are the shared history (default: the first of --infer_alphas)"}
     )
     gamma: int = field(default=5, metadata={"help": "drafts per round"})
-    limit: int = field(default=0, metadata={"help": "use the first so many prompts (0: all)"})
     decode: int = field(default=0, metadata={"help": "so many prompts are also decoded for real"})
     batch: int = field(default=16, metadata={"help": "prompts at a time; finished batches are kept in a stopped run"})
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     dataset: str = field(default="", metadata={"help": "name of the prompt set (default: the file's name)"})
     margin: float = field(default=0.01, metadata={"help": "share of L that counts as a gain"})
-    seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
-    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts and seeds"})
-    template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
-    overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
     def __post_init__(self):
-        template_arguments(self.template_args)  # refused here if it is not JSON
+        super().__post_init__()
         if not self.family or not all(self.family):
             raise ValueError("--family needs a run of train/cross_alpha.py, or several")
         for name in ("family", "controls", "infer_alphas"):
@@ -86,7 +79,7 @@ class Config(RolloutFlags):
         if not self.margin > 0:
             raise ValueError(f"--margin must be above 0, got {self.margin}")
         self.dataset = self.dataset or short_name(self.prompts).removesuffix(".jsonl")
-        refuse_below(self, gamma=1, batch=1, resamples=1, max_new_tokens=2, limit=0, decode=0, seed=0)
+        refuse_below(self, gamma=1, batch=1, max_new_tokens=2, decode=0)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from dcd_core.chat import template_arguments
+from dcd_core.config import refuse_below
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
@@ -74,8 +76,9 @@ class Rollouts:
 
 @dataclass(kw_only=True)
 class RolloutFlags:
-    """Settings of the texts, to be inherited by a script's dataclass."""
+    """Settings of every study over these texts, to be inherited by a script's dataclass."""
 
+    output: str = field(metadata={"help": "folder for the records"})
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
     amateur: str = field(metadata={"help": "amateur: model folder or hub id"})
     max_new_tokens: int = field(default=64, metadata={"help": "tokens of each answer"})
@@ -83,6 +86,16 @@ class RolloutFlags:
     rollouts: str = field(
         default="", metadata={"help": "folder that keeps the greedy texts, for several studies of one pair and prompts"}
     )
+    limit: int = field(default=0, metadata={"help": "use the first so many prompts of a file (0: all)"})
+    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
+    seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
+    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts (and training seeds)"})
+    template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
+    overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
+
+    def __post_init__(self):
+        template_arguments(self.template_args)  # refused here if it is not JSON
+        refuse_below(self, resamples=1, limit=0, seed=0)
 
     def texts(self, pair: Pair, stops: tuple[int, ...]) -> Rollouts:
         """Where the study's greedy texts come from."""

@@ -17,26 +17,19 @@ class StudyFlags(RolloutFlags):
     """To be inherited by a script's dataclass."""
 
     prompts: list[str] = field(metadata={"help": "held-out prompts, JSONL {id, messages}; a data set a file"})
-    output: str = field(metadata={"help": "folder for the records"})
     alphas: list[float] = field(
         default_factory=lambda: [0.1, 0.3, 0.5, 1.0], metadata={"help": "contrast strengths; one rollout set for each"}
     )
-    limit: int = field(default=0, metadata={"help": "use the first so many prompts of each file (0: all)"})
     batch: int = field(
         default=8, metadata={"help": "prompts at a time; finished batches are kept when a run is stopped"}
     )
     dtype: str = field(default="float32", metadata={"help": "float32 or bfloat16"})
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     dataset: list[str] = field(
         default_factory=list, metadata={"help": "names of the prompt files in the records (default: the files' names)"}
     )
-    seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
-    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
-    template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
-    overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
     def __post_init__(self):
-        template_arguments(self.template_args)  # refused here if it is not JSON
+        super().__post_init__()
         if not self.alphas or min(self.alphas) < 0:
             raise ValueError(f"--alphas must be numbers of 0 or more, got {self.alphas}")
         if len(set(self.alphas)) < len(self.alphas):
@@ -48,7 +41,7 @@ class StudyFlags(RolloutFlags):
         self.dataset = self.dataset or [short_name(path).removesuffix(".jsonl") for path in self.prompts]
         if len(self.dataset) != len(self.prompts) or len(set(self.dataset)) < len(self.dataset):
             raise ValueError(f"--dataset must name each file of --prompts once, got {self.dataset}")
-        refuse_below(self, batch=1, resamples=1, limit=0, seed=0)
+        refuse_below(self, batch=1)
 
     def read_prompts(self) -> tuple[dict[str, list[Prompt]], tuple[int, ...]]:
         """The prompts by data set, and the ids that end an answer. Raises UserError, see `dcd_core.prompts`."""
