@@ -32,7 +32,8 @@ from diagnostics.sections.training import training_section
 
 PAGE = "index.html"
 MARK = "Fast contrastive decoding with an expert-aligned drafter"  # in every page: an earlier report is known by it
-TOGETHER = {"cross-alpha": across_section, "signal": pooled_section}  # what several runs of a kind begin with
+# what several runs of a kind have together, and how many of them stand before it
+TOGETHER = {"cross-alpha": (across_section, 1), "signal": (pooled_section, 0)}
 SECTIONS = {
     "cross-alpha": cross_alpha_section,  # first: the page opens with its verdict
     "dual drafter": dual_section,
@@ -105,16 +106,24 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
     for kind, build in SECTIONS.items():
         # the run with most prompts first: with its verdict the page opens, and others are held against it
         own = sorted((run for run in runs if run.kind == kind), key=lambda run: -run.metrics.get("prompts", 0))
+        alone = [build(run, page, config.resamples, config.seed) for run in own]
+        together = None
         if kind in TOGETHER and len(own) > 1:
-            together = TOGETHER[kind](own, page, config.resamples, config.seed)
-            sections += [together] if together else []
-        for run in own:
-            section = build(run, page, config.resamples, config.seed)
+            join, before = TOGETHER[kind]
+            together = join(own, page, config.resamples, config.seed)
+        for run, section in zip(own, alone, strict=True):
             section.name = run.name
-            if len(own) > 1:  # else several sections, and topics of the opening, could have one name
-                section.title += f" ({run.name})" if kind != "training" else ""  # whose title has it already
-                section.headlines = [replace(one, topic=f"{one.topic}, {run.name}") for one in section.headlines]
-            sections.append(section)
+            if len(own) > 1 and section.title != f"Training: {run.name}":  # else several could have one name
+                section.title += f" ({run.name})"
+            if together and run.name in together.speaks_for:
+                section.headlines = []
+        speaking = [section for section in alone if section.headlines]
+        if len(speaking) > 1:  # else topics of the opening could have one name
+            for section in speaking:
+                section.headlines = [replace(one, topic=f"{one.topic}, {section.name}") for one in section.headlines]
+        if together:
+            alone.insert(before, together)
+        sections += alone
     shown = set()
     for section in sections:
         for picture in [one for one in section.pictures if one.once]:

@@ -21,6 +21,11 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 comparison", "1,200 comparisons"."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def listed(items: list[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     if len(items) < 2:

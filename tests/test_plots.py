@@ -109,6 +109,16 @@ def test_series_differ_by_more_than_colour():
     assert plots.method_style("a method of tomorrow")[0] not in colours
 
 
+def test_lines_of_one_figure_can_be_told_apart():
+    """Whatever they are called; only a line and its held-out twin look alike, but for dashes."""
+    line = ([1, 2], [3.0, 2.0])
+    for names in (["alpha 0", "alpha 0.3"], ["training, step 0", "training, step 1"], ["expert", "amateur"]):
+        lines = plots.curves({name: line for name in names}, "step", "loss").axes[0].lines
+        assert len({(one.get_color(), one.get_marker()) for one in lines}) == 2, names
+    lines = plots.curves({"training, step 1": line, "held-out, step 1": line}, "step", "loss").axes[0].lines
+    assert lines[0].get_color() == lines[1].get_color() and lines[0].get_linestyle() != lines[1].get_linestyle()
+
+
 def test_neither_torch_nor_pyplot_is_imported():
     code = "import sys, diagnostics.report; sys.exit('torch' in sys.modules or 'matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

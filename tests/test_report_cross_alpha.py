@@ -142,19 +142,36 @@ def test_one_prompt_and_a_control_never_accepted_are_drawn_too(tmp_path):
     assert plots_matrix.ceiling_bars(found["verdicts"]).axes
 
 
-def test_several_matrices_stand_side_by_side_first(tmp_path):
-    """Heads of two sizes: the small one gains, the large one loses, and one table says so."""
+def test_several_matrices_stand_side_by_side(tmp_path):
+    """Heads of two sizes: the small one gains, the large one loses, and one table says so after the first of them. The
+    page opens with the first one's verdict at length, and the other's in a line."""
     for name, effect in (("small", 0.06), ("large", -0.06)):
         matrix_run(tmp_path / "runs" / name, effect=effect, prompts=30, seeds=(0,), infer_alphas=(0.0, 0.3))
     assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     titles = re.findall("<h2>(.*?)</h2>", page)
-    assert titles[0] == "Contrast-aware training in 2 runs, side by side" and len(titles) == 3
-    assert titles[1].endswith("(large)") and titles[2].endswith("(small)")
-    table = re.search("<tbody>(.*?)</tbody>", page, flags=re.S)[1]
+    assert titles[1] == "Contrast-aware training in 2 runs, side by side" and len(titles) == 3
+    assert titles[0].endswith("(large)") and titles[2].endswith("(small)")
+    topics, said = (re.findall(f"<{tag}>(.*?)(?:<br>.*?)?</{tag}>", page) for tag in ("dt", "dd"))
+    assert topics == ["Contrast-aware training, alpha 0.3", "Contrast-aware training, other runs"]
+    assert said[0].startswith("A loss from") and re.match(
+        r"small: helps at alpha 0.3 \(L \+.*one training run", said[1]
+    )
+    table = re.search("side by side</h2>.*?<tbody>(.*?)</tbody>", page, flags=re.S)[1]
     cells = [re.findall("<td>(.*?)</td>", row) for row in table.split("</tr>")[:2]]
     assert [(row[0], row[1], row[-2]) for row in cells] == [("large", "0.3", "hurts"), ("small", "0.3", "helps")]
     low, high = re.search(r"\[\+(\S+), \+(\S+)\]", cells[1][-1]).groups()
     assert cells[0][-1] == "" and float(low) < 12 < float(high), "they differ, by what was put in"
     assert page.count("The paper&#39;s matrices") == 1, "the paper's numbers are the same for both"
     assert len(list((tmp_path / "page").glob("*.png"))) == page.count("data:image/png") == 7
+
+
+def test_every_pair_has_a_verdict_at_length(tmp_path):
+    for name in ("one", "two"):
+        folder = tmp_path / "runs" / name
+        matrix_run(folder, prompts=30, seeds=(0,), infer_alphas=(0.0, 0.3))
+        rows = read_records(folder / "replays.parquet", "replays").rows.assign(pair=name)
+        write_records(folder / "replays.parquet", "replays", rows.to_dict("list"), {})
+    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
+    topics = re.findall("<dt>(.*?)</dt>", (tmp_path / "page" / "index.html").read_text(encoding="utf-8"))
+    assert topics == [f"Contrast-aware training, alpha 0.3, {name}" for name in ("one", "two")]

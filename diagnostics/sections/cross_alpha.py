@@ -10,7 +10,7 @@ from diagnostics.records import Records, read_records
 from diagnostics.sections import plots, plots_matrix
 from diagnostics.sections.runs import Headline, Picture, Run, Section, Table, link
 from diagnostics.verdicts import MARGIN
-from diagnostics.wording import count, listed, percent, plain, points
+from diagnostics.wording import count, counted, listed, percent, plain, points
 
 GAMMA = 5  # of records that do not say
 MATRIX_CAPTION = (
@@ -31,6 +31,9 @@ CEILING_CAPTION = (
     "Teacher-forced on one history that all drafters share: what aiming at the contrast could add to the acceptance "
     "of a sampled first draft at most, at equal approximation error, beside what training on that alpha did add."
 )
+
+
+OTHERS = "Of the same pair and prompts, with other heads, precision or fewer prompts: side by side and alone below."
 
 
 def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
@@ -76,7 +79,33 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
     caption = "Change of accepted drafts a round; ceiling and gain in points of a sampled first draft's acceptance"
     headers, *rows = without_common([headers, *rows], ("pair and prompts", "heads"))
     section.tables = [Table(caption, headers, rows)]
+    others = further(runs, read)
+    section.speaks_for = tuple(run.name for run, _ in others)
+    if others:
+        sentence = f"{'; '.join(short_verdict(run, found) for run, found in others)}."
+        section.headlines = [Headline("Contrast-aware training, other runs", sentence, OTHERS)]
     return section
+
+
+def further(runs: list[Run], read: list[tuple[Records, dict]]) -> list[tuple[Run, dict]]:
+    """The runs that are not the first of their pair and prompts, with their summaries: the opening says what the first
+    found at length, and of these in short."""
+    seen, found = set(), []
+    for run, (records, summary) in zip(runs, read, strict=True):
+        if _where(records) in seen:
+            found.append((run, summary))
+        seen.add(_where(records))
+    return found
+
+
+def short_verdict(run: Run, found: dict) -> str:
+    """ "deep: no gain at alpha 0.3 (L -1.2% [-2.5, +0.1], one training run each)"."""
+    once = "" if len(found["seeds"]) > 1 else ", one training run each"
+    words = []
+    for entry in found["verdicts"]:
+        change = f"L {percent(entry['change'], sign=True)}" if "change" in entry else "none of the drafts is accepted"
+        words.append(f"{entry['verdict']} at alpha {entry['infer_alpha']:g} ({change}{once})")
+    return f"{run.name}: {listed(words) or 'nothing to compare'}"
 
 
 def without_common(lines: list[list[str]], which: tuple[str, ...]) -> list[list[str]]:
@@ -90,11 +119,9 @@ def heads_of(trained: dict) -> str:
     if not trained:
         return ""
     shape = trained["head shape"]
-    blocks = f"{shape['layers']} block{'s' if shape['layers'] > 1 else ''}"
-    return (
-        f"{trained['trained parameters'] / 1e6:.3g} M parameters ({blocks}, MLP {shape['intermediate']}), "
-        f"{count(trained['token budget']['answer tokens'])} tokens"
-    )
+    size = f"{counted(shape['layers'], 'block')}, MLP {shape['intermediate']}"
+    tokens = count(trained["token budget"]["answer tokens"])
+    return f"{trained['trained parameters'] / 1e6:.3g} M parameters ({size}), {tokens} tokens"
 
 
 def decoded_sentence(run: Run) -> str:
@@ -182,10 +209,10 @@ def how(records: Records, found: dict, decoded: dict) -> str:
         f"these texts by replay{precision}. Drafters of one column differ in their training target only, in matched "
         f"runs (same initial weights, data, order and budget); {reading(records)} Acceptance is teacher-forced over "
         f"the texts of alpha {history:g}. A verdict needs a bound of the 95% interval over {over(found)}, after Holm's "
-        f"correction for the {len(found['verdicts'])} comparisons of training on the alpha that is decoded with (the "
-        f"others are corrected among themselves). It helps or hurts where the change is surely not zero; no gain where "
-        f"one of {100 * found['margin']:g}% of L or more is ruled out. A training seed is other initial weights; the "
-        f"texts and their order are the same for all."
+        f"correction for the {counted(len(found['verdicts']), 'comparison')} of training on the alpha that is decoded "
+        f"with (the others are corrected among themselves). It helps or hurts where the change is surely not zero; no "
+        f"gain where one of {100 * found['margin']:g}% of L or more is ruled out. A training seed is other initial "
+        f"weights; the texts and their order are the same for all."
     )
     if decoded.get("checked"):
         equal = decoded["equal"] + decoded["near-tie"]

@@ -134,9 +134,9 @@ def curves(series: dict[str, tuple[list[float], list[float]]], x_label: str, y_l
     figure = Figure(figsize=(4.8, 3.2), layout="constrained")
     axes = figure.add_subplot()
     styles = list(METHOD_STYLES.values())[::-1]
-    twins = list(dict.fromkeys(name.partition(",")[2] for name in series))
+    twins = list(dict.fromkeys(map(_twin, series)))
     for name, (x, y) in series.items():
-        colour, marker, _ = styles[twins.index(name.partition(",")[2]) % len(styles)]
+        colour, marker, _ = styles[twins.index(_twin(name)) % len(styles)]
         held_out = name.startswith("held-out")
         style = {"color": colour, "marker": marker, "ms": 5, "lw": 1.4, "markevery": max(1, len(x) // 12)}
         if held_out:
@@ -149,6 +149,12 @@ def curves(series: dict[str, tuple[list[float], list[float]]], x_label: str, y_l
         axes.legend(frameon=False, fontsize=7, ncols=2 if len(series) > 4 else 1)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _twin(name: str) -> str:
+    """What a line and its held-out twin have in common: "training, step 1" -> "step 1"."""
+    kind, _, rest = name.partition(",")
+    return rest if kind in ("training", "held-out") else name
 
 
 _LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}

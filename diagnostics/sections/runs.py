@@ -86,7 +86,12 @@ class Headline:
 
 @dataclass
 class Section:
-    """One part of the page: what it adds to the opening, how it was measured, pictures, tables, link to the records."""
+    """One part of the page: what it adds to the opening, how it was measured, pictures, tables, link to the records.
+
+    Attributes:
+        speaks_for: names of runs whose share in the opening this section's headlines are.
+        scalars: the headline numbers, for TensorBoard.
+    """
 
     title: str
     headlines: list[Headline] = field(default_factory=list)
@@ -95,7 +100,8 @@ class Section:
     tables: list[Table] = field(default_factory=list)
     records: str = ""
     name: str = ""
-    scalars: dict[str, float] = field(default_factory=dict)  # the headline numbers, for TensorBoard
+    speaks_for: tuple[str, ...] = ()
+    scalars: dict[str, float] = field(default_factory=dict)
 
 
 def find_runs(folders: list[str]) -> tuple[list[Run], list[str]]:
