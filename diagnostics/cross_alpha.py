@@ -233,7 +233,7 @@ def print_matrix(found: dict) -> None:
     headers += ["verdict", "over prompts alone"]
     print(tabulate(cells, headers=headers, disable_numparse=True))
     for entry in found["verdicts"]:
-        print(entry["sentence"])
+        print(entry["sentence"], entry.get("sentence_over_prompts", ""))
 
 
 def print_checks(checks: list[dict], dtype: str) -> None:

@@ -82,8 +82,9 @@ def summarise_replays(
         `summary`: the row of [DCD, Tab. 1]; `train_rows`: per train-alpha the mean over infer-alpha of its change;
         `cells`: every comparison with its verdict, and the verdict over prompts alone, which holds for just these
         drafters; `verdicts`: of these the one per infer-alpha that training on the same alpha is about, with the
-        headroom and the sentence. These are the question, and are corrected for their own number; the others are
-        corrected for theirs; `controls`: other drafters beside the control.
+        headroom and the sentence (of several seeds also one over prompts alone). These are the question, and are
+        corrected for their own number; the others are corrected for theirs; `controls`: other drafters beside the
+        control.
     """
     matrix = read_matrix(rows)
     comparisons = (len(matrix.train_alphas) - 1) * len(matrix.infer_alphas)
@@ -204,7 +205,8 @@ def _verdict(cell: dict, rows: pd.DataFrame, matrix: Matrix, gamma: int, margin:
         )
         if len(matrix.seeds) > 1:
             alone = percent(cell["change_over_prompts"], sign=True)
-            said += f". Of just these drafters, over prompts alone: {cell['verdict_over_prompts']}, {alone}"
+            words = f"Of just these drafters, over prompts alone: {cell['verdict_over_prompts']}, {alone}."
+            found |= {"sentence_over_prompts": words}
     return found | {"sentence": f"{said}; {clause}."}
 
 

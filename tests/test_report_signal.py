@@ -108,7 +108,7 @@ def test_maps_print_what_was_counted_and_mark_the_few():
     )
 
 
-@pytest.mark.parametrize("module", ["report_signal", "report_signal_views", "plots_signal", "position_views"])
+@pytest.mark.parametrize("module", ["sections.signal_error", "sections.signal_views", "position_views"])
 def test_no_torch_is_needed(module):
     code = f"import sys; sys.modules['torch'] = None; import diagnostics.{module}"
     root = Path(__file__).resolve().parent.parent

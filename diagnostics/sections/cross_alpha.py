@@ -177,13 +177,15 @@ def small_print(entry: dict, found: dict) -> str:
     """What the verdict rests on, and the paper's figure for the same cell."""
     runs = len(found["seeds"])
     seeds = f"{runs} training runs each" if runs > 1 else "one training run each, so other runs may differ"
+    first = [entry["sentence_over_prompts"]] if "sentence_over_prompts" in entry else []
     words = (
         "L is of greedy drafts. On the shared history the contrast changes the best token at "
         f"{percent(entry['headroom_flip'])} of places; top-1 matches changed by "
         f"{points(entry['top1_change'], 2, sign=True)} points. {count(found['prompts'])} prompts, {seeds}."
     )
     span = paper_span(entry["infer_alpha"]) if entry["train_alpha"] == entry["infer_alpha"] else ""
-    return f"{words} Paper: L changes by {span} in its four settings, without intervals." if span else words
+    words += f" Paper: L changes by {span} in its four settings, without intervals." if span else ""
+    return "\n".join([*first, words])
 
 
 def paper_span(alpha: float) -> str:
