@@ -1,5 +1,6 @@
 """What a measurement calls its models, and what its partial results are keyed by."""
 
+import ast
 import hashlib
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair
 
+ROOT = Path(__file__).resolve().parent.parent
 _HASH = re.compile(r"-[0-9a-f]{12,}$")
 
 
@@ -49,11 +51,23 @@ def refuse_dual_input(head: Eagle3Head | None, name: str) -> None:
         )
 
 
-def code_key(*places: str) -> str:
-    """Hash of the project's own modules in some places, patterns such as "dcd_core/*.py"."""
-    root = Path(__file__).resolve().parent.parent
+def code_key(*places: str, root: Path = ROOT) -> str:
+    """Hash of what the project's own modules in some places do, patterns such as "dcd_core/*.py": comments, docstrings
+    and layout are left out, for hours of work must not be repeated for a word in them."""
     files = [path for place in places for path in sorted(root.glob(place))]
-    return content_hash([[path.relative_to(root).as_posix(), file_hash(path)] for path in files])
+    return content_hash(
+        [[path.relative_to(root).as_posix(), _bare(path.read_text(encoding="utf-8"))] for path in files]
+    )
+
+
+def _bare(source: str) -> str:
+    """A module's syntax tree, without its docstrings."""
+    tree = ast.parse(source)
+    told = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, told) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def inputs_key(prompts: str | list[str], *models: str) -> dict:
