@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from data_prep.pipeline_file import PLACES, ROOT, Pipeline, Stage, fill, free_port, load_pipeline
-from dcd_core.config import parse_config, run_entry
+from dcd_core.config import parse_config, refuse_below, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, check_output_folder, content_hash, file_hash, remove, write_json_atomic
 
@@ -52,6 +52,7 @@ class Config:
     started: float = field(default=0.0, metadata={"help": "Unix time from which the total is counted (0: now)"})
 
     def __post_init__(self):
+        refuse_below(self, started=0)
         if self.only and self.from_stage:
             raise ValueError("--only and --from choose stages in two ways; give one of them")
 

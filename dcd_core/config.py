@@ -26,6 +26,7 @@ from transformers.hf_argparser import HfArgumentParser
 from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, check_output_folder, write_json_atomic, write_text_atomic
 
+ROOT = Path(__file__).resolve().parent.parent
 Settings = TypeVar("Settings")
 RECORDED_PACKAGES = (
     "torch",
@@ -83,6 +84,17 @@ def refuse_below(config: Any, **least: float) -> None:
             raise ValueError(f"--{name} must be at least {smallest}, got {getattr(config, name)}")
 
 
+def refuse_above(config: Any, **most: float) -> None:
+    """Hold number settings to the greatest value each may have.
+
+    Raises:
+        ValueError: the first that is greater, by flag, with its value.
+    """
+    for name, greatest in most.items():
+        if getattr(config, name) > greatest:
+            raise ValueError(f"--{name} must be at most {greatest}, got {getattr(config, name)}")
+
+
 def run_entry(main: Callable[[], int | None]) -> int:
     """Run an entry script's main on the command line; bad input becomes one line, `error: ...`, and exit code 2."""
     try:
@@ -122,17 +134,29 @@ def refuse_taken(folder: str | Path, overwrite: bool = False) -> None:
         return
     folder = Path(folder)
     try:
-        script = Path(shlex.split((folder / "command.txt").read_text(encoding="utf-8"))[0]).name
+        script = shlex.split((folder / "command.txt").read_text(encoding="utf-8"))[0]
     except (OSError, ValueError, IndexError):
         raise UserError(f"{folder} holds other files and no run; give a new or empty folder") from None
-    if script != Path(_started_as()).name:
+    if not _same_script(script, _started_as()):
         raise UserError(f"{folder} holds a run of {script}; choose another folder")
     if (folder / "metrics.json").exists() and not overwrite:
         raise UserError(f"{folder} holds a finished run; choose another folder or give --overwrite")
 
 
 def _started_as() -> str:
-    return sys.argv[0] or "python"
+    """The running script: by its place in the project, "train/cross_alpha.py", wherever it was started from."""
+    script = Path(sys.argv[0] or "python")
+    try:
+        return script.resolve().relative_to(ROOT).as_posix()
+    except ValueError:
+        return str(script)
+
+
+def _same_script(one: str, other: str) -> bool:
+    """Two rooms have scripts of one name, so the folder counts too, where both say it."""
+    first, second = Path(one).parts[-2:], Path(other).parts[-2:]
+    shared = min(len(first), len(second))
+    return first[-shared:] == second[-shared:]
 
 
 def save_run(folder: str | Path, config: Any, argv: list[str] | None = None, overwrite: bool = False) -> Path:
@@ -172,11 +196,10 @@ def versions() -> dict[str, str]:
 
 def git_sha() -> str:
     """Commit of this source tree, with `-dirty` when tracked files differ from it; `unknown` outside a git checkout."""
-    root = Path(__file__).resolve().parent.parent
 
     def git(*command: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(root), *command], capture_output=True, text=True, check=True
+            ["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:

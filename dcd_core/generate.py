@@ -100,7 +100,7 @@ class Config(LoopFlags):
 
     def __post_init__(self):
         template_arguments(self.template_args)  # refused here if it is not JSON
-        refuse_below(self, batch=1, limit=0)
+        refuse_below(self, batch=1, limit=0, seed=0)
         if self.prompt is not None and self.prompts:
             raise ValueError("--prompt and --prompts both say what to answer; give one of them")
         if self.whole and (self.prompt is not None or self.prompts):

@@ -17,6 +17,7 @@ run goes on where it was; under the deepspeed launcher the ranks share the promp
 
 import dcd_core.environment  # isort: skip  # noqa: F401  (before torch)
 
+import sys
 from dataclasses import asdict, dataclass, field
 
 from tabulate import tabulate
@@ -25,6 +26,7 @@ from dcd_core.chat import template_arguments
 from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, versions
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings
+from dcd_core.errors import UserError
 from dcd_core.files import write_json_atomic
 from dcd_core.processes import join
 from dcd_core.prompts import read_prompts
@@ -88,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
+    if config.decode > len(prompts):
+        raise UserError(f"--decode {config.decode} asks for more prompts than the {len(prompts)} there are; lower it")
     places = find_places(config.family, config.controls)
     ranks = join(config.device)
     pair, members = load_members(config.expert, config.amateur, places, config.dtype, str(ranks.device))
@@ -106,6 +110,11 @@ def main(argv: list[str] | None = None) -> int:
     if different and config.dtype == "float32":  # rounding explains it in bfloat16 only
         write_json_atomic(folder / "differences.json", {"decoded": different})
         print_checks(checks, config.dtype)
+        print(
+            f"error: {len(different)} of {len(checks)} answers decoded for real differ from their replay, which no "
+            f"rounding explains: a defect of dcd, please report it with {folder / 'differences.json'}",
+            file=sys.stderr,
+        )
         return 1
     provenance = {"settings": asdict(config), "versions": versions(), "git_sha": git_sha()}
     write_records(folder / "replays.parquet", "replays", columns(pieces, places, config), provenance)

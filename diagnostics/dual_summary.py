@@ -44,7 +44,7 @@ def summarise_dual(
         options = {"resamples": resamples, "seed": seed}
         entry = {"dataset": dataset, "alpha": float(alpha), "gamma": gamma}
         entry |= {"prompts": int(part["prompt_id"].nunique()), "seeds": int(part["pair"].nunique())}
-        entry["positions"] = len(own)
+        entry["positions"] = len(own[["prompt_id", "position"]].drop_duplicates())  # of the texts, whatever the seeds
         entry["drafts"] = _drafts(part, own, gamma, options)
         entry |= _lengths(part, gamma, options)
         entry |= _closeness(own, alpha, options)

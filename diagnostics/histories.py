@@ -71,11 +71,6 @@ def load_study(
     names = list(filter(None, (head, amateur_head, *direct)))
     configs = {name: load_head_config(name) for name in names}
     refuse_roles(configs, head, amateur_head, direct)
-    if amateur_head and configs[head].kind != configs[amateur_head].kind:
-        raise UserError(
-            f"{head} is of the kind {configs[head].kind} and {amateur_head} {configs[amateur_head].kind}; a dual draft "
-            "recombines two heads of one kind: give both heads of train/dual_drafter.py"
-        )
     pair = load_tapped(expert, amateur, configs, dtype, device)
     heads = {name: head_for(pair, name) for name in names}
     return Study(
@@ -90,10 +85,12 @@ def load_study(
 def refuse_roles(
     configs: dict[str, Eagle3Config], head: str, amateur_head: str, direct: list[str] | tuple[str, ...]
 ) -> None:
-    """Refuse heads in the wrong place. Raises UserError naming the head and what it is aligned with."""
+    """Refuse heads in the wrong place, and two of different kinds. Raises UserError naming the head and what it is
+    aligned with."""
     places = [(head, "--head", ("expert",)), (amateur_head, "--amateur_head", ("amateur",))]
     # the family's control at train-alpha 0 reads both models, and is aligned with the expert
-    places += [(name, "--direct_head", ("contrast", "expert")) for name in direct]
+    wanted = {name: ("contrast", "expert") if configs[name].kind == "dual_input" else ("contrast",) for name in direct}
+    places += [(name, "--direct_head", wanted[name]) for name in direct]
     for name, flag, wanted in places:
         if name:
             refuse_shuffled(configs[name], name)
@@ -102,6 +99,11 @@ def refuse_roles(
                 f"{name} is aligned with the {configs[name].aligned_with}; {flag} takes a head aligned with the "
                 f"{wanted[0]}"
             )
+    if amateur_head and configs[head].kind != configs[amateur_head].kind:
+        raise UserError(
+            f"{head} is of the kind {configs[head].kind} and {amateur_head} {configs[amateur_head].kind}; a dual draft "
+            "recombines two heads of one kind: give both heads of train/dual_drafter.py"
+        )
 
 
 def load_tapped(expert: str, amateur: str, configs: dict[str, Eagle3Config], dtype: str, device: str) -> Pair:

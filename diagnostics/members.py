@@ -61,9 +61,19 @@ def find_places(family: list[str], controls: list[str]) -> list[Place]:
     other families, or heads.
 
     Raises:
-        UserError: a family whose manifest does not match, or a control family that differs in more than its input.
+        UserError: a family whose manifest does not match, or that leaves nothing to compare; a control that is the
+            family itself, or a family that differs in more than its input.
     """
     main = Family.read(*family, kind="cross_alpha")
+    if 0.0 not in main.alphas or len(main.alphas) < 2:
+        alphas = ", ".join(f"{alpha:g}" for alpha in main.alphas)
+        raise UserError(
+            f"{', '.join(family)}: train-alphas {alphas}; the matrix compares train-alpha 0 with others, so train both "
+            "(--train_alphas 0 0.3)"
+        )
+    for control in controls:
+        if Path(control).resolve() in {Path(own).resolve() for own in family}:
+            raise UserError(f"--controls {control} is the family itself; leave it out, or give another family or head")
     places = _members(FAMILY, main)
     for control in controls:
         if (Path(control) / MANIFEST).is_file():

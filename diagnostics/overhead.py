@@ -64,7 +64,7 @@ class Config(LoopFlags):
         template_arguments(self.template_args)  # refused here if it is not JSON
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise ValueError(f"--methods must name at least one, and none twice; got {self.methods}")
-        refuse_below(self, limit=0, max_new_tokens=3, seed=0)
+        refuse_below(self, alpha=0, limit=0, max_new_tokens=3, seed=0)
         _ = Settings(**self.loop)  # refused here if out of range
         entries = [Entry.parse(label) for label in self.methods]
         refuse_lazy(entries, self.saving, self.cutoff)

@@ -21,6 +21,7 @@ from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, check_output_folder, remove, write_text_atomic
 from diagnostics import paper
 from diagnostics.pages import fill_page
+from diagnostics.resampling import RESAMPLES
 from diagnostics.sections.board import write_board
 from diagnostics.sections.cross_alpha import across_section, cross_alpha_section
 from diagnostics.sections.dual_drafter import dual_section
@@ -56,13 +57,22 @@ class Config:
         metadata={"help": "folder for the figures in TensorBoard (default: tensorboard/ in the output folder)"},
     )
     title: str = field(default="", metadata={"help": "title of the page (default: the pair's names)"})
-    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
-    seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
+    resamples: int | None = field(
+        default=None, metadata={"help": "bootstrap resamples over prompts (default: those of each run)"}
+    )
+    seed: int | None = field(default=None, metadata={"help": "seed of the bootstrap (default: that of each run)"})
 
     def __post_init__(self):
         if not self.records or not all(self.records):
             raise ValueError("--records needs a folder of finished runs, or several")
-        refuse_below(self, resamples=1, seed=0)
+        given = {"resamples": 1, "seed": 0}
+        refuse_below(self, **{name: least for name, least in given.items() if getattr(self, name) is not None})
+
+    def bootstrap(self, run: Run) -> tuple[int, int]:
+        """Resamples and seed of a run's intervals: as it was summed itself, so that the page says what it said."""
+        own = run.settings
+        resamples = own.get("resamples", RESAMPLES) if self.resamples is None else self.resamples
+        return resamples, own.get("seed", 0) if self.seed is None else self.seed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,11 +116,11 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
     for kind, build in SECTIONS.items():
         # the run with most prompts first: with its verdict the page opens, and others are held against it
         own = sorted((run for run in runs if run.kind == kind), key=lambda run: -run.metrics.get("prompts", 0))
-        alone = [build(run, page, config.resamples, config.seed) for run in own]
+        alone = [build(run, page, *config.bootstrap(run)) for run in own]
         together = None
         if kind in TOGETHER and len(own) > 1:
             join, before = TOGETHER[kind]
-            together = join(own, page, config.resamples, config.seed)
+            together = join(own, page, *config.bootstrap(own[0]))
         for run, section in zip(own, alone, strict=True):
             section.name = run.name
             if len(own) > 1 and section.title != f"Training: {run.name}":  # else several could have one name

@@ -91,7 +91,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def refuse_other_alphas(config: Config, study: Study) -> None:
-    """Several direct heads stand in the order of the alphas. Raises UserError for one that was trained for another."""
+    """Direct heads stand in the order of the alphas; one for all of them was trained on one of these.
+
+    Raises:
+        UserError: a head that was trained for another alpha.
+    """
+    if len(study.direct) == 1 and study.direct[0].config.train_alpha not in (None, *config.alphas):
+        raise UserError(
+            f"{config.direct_head[0]} was trained on alpha {study.direct[0].config.train_alpha:g}, which is none of "
+            "--alphas; add it, or give a head that was trained on one of them"
+        )
     if len(study.direct) < 2:
         return
     for name, head, alpha in zip(config.direct_head, study.direct, config.alphas, strict=True):

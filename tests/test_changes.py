@@ -152,3 +152,12 @@ def test_refusals():
     sums[..., 1] = 0
     with pytest.raises(UserError, match="denominator is zero"):
         changes(sums, relative=False)
+
+
+def test_no_length_falls_by_more_than_all_of_it():
+    sums = world(np.random.default_rng(0), 6, 2, 2, seed_deviation=0.8)
+    found = changes(sums, resamples=2000)[0].interval()
+    assert found.low == -1.0 and found.high > 1, "two seeds that differ leave nearly everything open"
+    assert changes(sums, relative=False, resamples=2000)[0].interval().low < -1, (
+        "in accepted drafts there is no such bound"
+    )

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dcd_core import config
-from dcd_core.config import finish_run, parse_config, refuse_taken, run_entry, save_run
+from dcd_core.config import ROOT, finish_run, parse_config, refuse_taken, run_entry, save_run
 from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY
 
@@ -229,9 +229,31 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     finish_run(folder, {"loss": 1.5})
     (folder / "command.txt").write_text("train/other.py --seed 1\n")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="a run of other.py"):
+        with pytest.raises(UserError, match="a run of train/other.py"):
             save_run(folder, Config(), [], overwrite)
     assert (folder / "metrics.json").exists()
+
+
+def test_scripts_of_one_name_in_two_rooms_are_two_scripts(tmp_path, monkeypatch):
+    """train/cross_alpha.py must not write over what diagnostics/cross_alpha.py made, finished or not; the same script
+    is known again however it was started."""
+
+    def started(path):
+        monkeypatch.setattr("sys.argv", [str(path)])
+
+    started(ROOT / "train" / "cross_alpha.py")
+    folder = save_run(tmp_path, Config(), [])
+    assert (folder / "command.txt").read_text() == "train/cross_alpha.py\n"
+    for again in ("cross_alpha.py", "train/cross_alpha.py"):
+        monkeypatch.chdir(ROOT / "train" if again == "cross_alpha.py" else ROOT)
+        started(again)
+        refuse_taken(folder)
+    started(ROOT / "diagnostics" / "cross_alpha.py")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="holds a run of train/cross_alpha.py"):
+            save_run(folder, Config(), [], overwrite)
+    (folder / "command.txt").write_text("cross_alpha.py --seed 1\n")  # of an earlier version
+    refuse_taken(folder)
 
 
 def test_a_run_begins_in_an_empty_folder_and_goes_on_however_early_it_was_killed(tmp_path):

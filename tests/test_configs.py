@@ -10,6 +10,7 @@ from test_layout import ENTRIES, name
 
 from data_prep.pipeline import ROOT, Stage, fill, load_pipeline
 from dcd_core.config import parse_config
+from dcd_core.errors import UserError
 from diagnostics.paper import CROSS_ALPHAS
 
 CONFIGS = ROOT / "configs"
@@ -133,3 +134,49 @@ def test_the_toy_experiment_keeps_its_budget():
 def test_every_setting_is_explained(path):
     for field in dataclasses.fields(settings(name(path))):
         assert field.metadata.get("help"), f"--{field.name} of {path} has no help text"
+
+
+def required(module: str) -> list[str]:
+    """Flags for the settings that have no default, or that a script asks for all the same."""
+    more = {"diagnostics.dual_drafter": ["--family=x"], "train.amateur": ["--keep_layers=0-1"]}
+    more["dcd_core.generate"] = ["--amateur=x", "--head=x", "--prompt=x"]
+    missing = [
+        item.name
+        for item in dataclasses.fields(settings(module))
+        if item.default is item.default_factory is dataclasses.MISSING
+    ]
+    return [*(f"--{item}=x" for item in missing), *GIVEN.get(module, []), *more.get(module, [])]
+
+
+NUMBERS = [
+    (name(path), item.name)
+    for path in ENTRIES
+    for item in dataclasses.fields(settings(name(path)))
+    if item.type in (int, float, "int", "float")
+]
+
+
+@pytest.mark.parametrize("module, setting", NUMBERS)
+def test_a_number_below_all_sense_is_refused(module, setting):
+    """No setting is a count, a share or a rate of -5."""
+    assert parse_config(settings(module), required(module))
+    with pytest.raises(UserError, match=setting):
+        parse_config(settings(module), [*required(module), f"--{setting}=-5"])
+
+
+@pytest.mark.parametrize("module", ["train.eagle3", "train.cross_alpha", "train.dual_drafter", "train.amateur"])
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--beta1=1", "--beta1 must be below 1"),
+        ("--beta2=1.5", "--beta2 must be below 1"),
+        ("--final_lr_ratio=3", "--final_lr_ratio must be at most 1"),
+        ("--step_decay=1.5", "--step_decay must be at most 1"),
+        ("--eval_tokens=./t", "--eval_tokens ./t is among --train_tokens"),
+    ],
+)
+def test_a_training_that_means_nothing_is_refused(module, flag, message):
+    if module == "train.amateur" and "step_decay" in flag:
+        pytest.skip("an amateur is not unrolled")
+    with pytest.raises(UserError, match=message):
+        parse_config(settings(module), [*required(module), "--train_tokens=t", flag])

@@ -253,11 +253,14 @@ def test_a_control_may_differ_in_its_input_only(world, tmp_path):
         (["--family=nowhere"], "nowhere holds no family"),
         (["--margin=0"], "--margin must be above 0"),
         (["--decode=-1"], "--decode must be at least 0"),
+        (["--decode=4"], "--decode 4 asks for more prompts than the 3 there are"),
+        (["--family={world}/expert_only", "--controls"], "compares train-alpha 0 with others, so train both"),
+        (["--controls", "{world}/family"], "is the family itself"),
     ],
 )
 def test_refusals(world, tmp_path, more, message):
     with pytest.raises(UserError, match=message):
-        entry.main(flags(world, tmp_path / "no", *more))
+        entry.main(flags(world, tmp_path / "no", *(flag.replace("{world}", str(world)) for flag in more)))
     assert not (tmp_path / "no").exists()
 
 

@@ -176,6 +176,8 @@ def test_the_table_is_what_pandas_says(run):
     assert high["rule"]["share"]["estimate"] == pytest.approx((own["rule_left"] > own["rule_right"]).mean())
     assert high["rule"]["factor"] == 5.0 and low["rule"]["factor"] == 21.0
     assert high["variances"]["var_signal"]["estimate"] == pytest.approx(own["var_signal"].mean())
+    texts = own[["prompt_id", "position"]].drop_duplicates()
+    assert high["positions"] == len(texts) == len(own) / 2, "a position of the texts counts once, whatever the seeds"
     assert high["verdict"] in ("helps", "no gain", "hurts", "undecided")
 
 
@@ -248,6 +250,7 @@ def test_refusals(world, tmp_path):
     refused("name a head twice", "--heads", head, head)
     refused("--amateur_head takes a head aligned with the amateur", "--heads", head, "--amateur_heads", head)
     refused("--head takes a head aligned with the expert", "--heads", other, "--amateur_heads", other)
+    refused("recombines two heads of one kind", "--heads", str(world / "dual_input"), "--amateur_heads", other)
     refused("--gamma must be at least 1", "--gamma=0")
     refused("at least 2", "--max_new_tokens=1")
     refused("either --family, or", "--heads", "--amateur_heads")

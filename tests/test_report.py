@@ -1,6 +1,7 @@
 """The page is whole, says what the records say (the unwelcome too), and refuses what it cannot trust."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -102,6 +103,32 @@ def test_an_unfinished_run_is_left_out_and_said(everything, capsys):
     text = text_of(make(everything))
     assert "the signal is below" not in text
     assert "the run is not finished" in text and "the run is not finished" in capsys.readouterr().out
+
+
+def test_a_copy_and_a_run_without_its_records_are_left_out_and_said(tmp_path):
+    benchmark_run(tmp_path / "runs" / "first")
+    shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "second")
+    write_metrics(tmp_path / "runs" / "third", {"pair": "big / small"})
+    (tmp_path / "runs" / "third" / "command.txt").write_text("diagnostics/cross_alpha.py --output runs/third\n")
+    page = make(tmp_path)
+    assert page.count("<h2>") == 1
+    text = text_of(page)
+    assert "second: a copy of" in text and "third: replays.parquet is missing" in text
+
+
+def test_intervals_are_those_of_the_run_unless_others_are_asked_for(tmp_path):
+    """A page that resamples otherwise than the run did could give another verdict."""
+    signal_run(tmp_path / "runs" / "s")
+    (tmp_path / "runs" / "s" / "config.yaml").write_text("resamples: 37\nseed: 5\n")
+    config = entry.Config(records=["x"], output="y")
+    (run,), _ = entry.find_runs([str(tmp_path / "runs")])
+    assert config.bootstrap(run) == (37, 5)
+    assert entry.Config(records=["x"], output="y", resamples=50, seed=0).bootstrap(run) == (50, 0)
+    assert entry.Config(records=["x"], output="y", seed=2).bootstrap(run) == (37, 2)
+    (tmp_path / "runs" / "s" / "config.yaml").write_text("a: [")
+    (run,), _ = entry.find_runs([str(tmp_path / "runs")])
+    with pytest.raises(UserError, match="config.yaml holds no settings"):
+        config.bootstrap(run)
 
 
 def test_refusals(tmp_path):

@@ -108,8 +108,8 @@ def test_a_board_that_cannot_be_is_refused_first(tmp_path):
 
 def test_runs_of_one_name_keep_their_own_pictures(tmp_path):
     """Two pairs are trained and measured into folders of the same names; the page tells them apart."""
-    for pair in ("toy", "demo"):
-        synthetic_runs.head_run(tmp_path / "runs" / pair / "head")
+    for tokens, pair in enumerate(("toy", "demo")):
+        synthetic_runs.head_run(tmp_path / "runs" / pair / "head", tokens=tokens)
     synthetic_runs.amateur_run(tmp_path / "runs" / "demo" / "amateur")
     report(tmp_path)
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")

@@ -127,6 +127,8 @@ def test_refusals(world, tmp_path):
     refused("aligned with the amateur; --head takes", f"--head={world / 'amateur_head'}")
     refused("aligned with the amateur; --direct_head takes", f"--direct_head={world / 'amateur_head'}")
     refused("a dual draft recombines two heads of one kind", f"--head={world / 'dual_input'}")
+    refused("aligned with the expert; --direct_head takes", f"--direct_head={world / 'head'}")
+    refused("trained on alpha 0.5, which is none of --alphas", "--alphas", "0.1", "0.3")
     refused("one head for all alphas or one of each", "--direct_head", *[str(world / "direct")] * 3)
     both = ["--direct_head", str(world / "direct"), str(world / "direct")]
     refused("trained on alpha 0.5, and stands where --alphas has 0.1", *both)

@@ -23,7 +23,7 @@ from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_model, load_pair
 from train.batches import Plan, Stream, Texts
 from train.distil import Distil, DistilStep, compare, count_answer_rows, latency
-from train.loop import FREE, LoopConfig, fit, full_weights, refuse_start
+from train.loop import FREE, LoopConfig, fit, full_weights, refuse_start, refuse_texts
 from train.processes import barrier, start
 from train.pruning import parse_layers, prune
 from train.sizes import amateur_result, common_pieces, describe_amateur_run, summary
@@ -48,15 +48,16 @@ class Config(LoopConfig):
             raise ValueError(
                 "--expert (hub id or folder), --keep_layers (such as 0-11,24-29) and --train_tokens are all needed"
             )
+        refuse_texts(self)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prune, distil, write OUTPUT/model, compare, write OUTPUT/metrics.json."""
     config = parse_config(Config, argv, description=__doc__)
+    refuse_start(config)
     if config.dry_run:
         print(describe_amateur_run(config), flush=True)
         return 0
-    refuse_start(config)
     ranks = start(config.seed)
     folder = Path(config.output)
     pair = load_pair(config.expert, dtype=config.expert_dtype, device=str(ranks.device))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data_prep.vocabulary import DraftVocabulary, build_vocabulary, load_vocabulary
 from dcd_core.chat import stop_ids
-from dcd_core.config import refuse_below
+from dcd_core.config import refuse_above, refuse_below
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash
 from dcd_core.heads.dual_input import DualInputHead
@@ -18,7 +18,7 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_pair
 from train.batches import Plan, Stream, Texts
-from train.loop import FREE, LoopConfig
+from train.loop import FREE, LoopConfig, refuse_texts
 from train.online_expert import HeadStep, HeldOut, feature_rms, scale_features
 from train.processes import Ranks
 from train.sizes import common_pieces
@@ -58,6 +58,9 @@ class HeadConfig(LoopConfig):
         if not self.expert or not self.train_tokens:
             raise ValueError("--expert (hub id or folder) and --train_tokens (token files) are both needed")
         refuse_below(self, draft_vocab_size=1, unroll_steps=1, gamma=1, head_layers=1, head_intermediate_size=0)
+        refuse_below(self, step_decay=0)
+        refuse_above(self, step_decay=1)
+        refuse_texts(self)
         refuse_taps(self, "feature_layers")
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dcd_core.config import refuse_below, refuse_taken, save_run
+from dcd_core.config import refuse_above, refuse_below, refuse_taken, save_run
 from dcd_core.errors import UserError
 from dcd_core.files import remove
 from dcd_core.progress import Bar
@@ -67,7 +67,11 @@ class LoopConfig:
     def __post_init__(self):
         refuse_below(self, epochs=1, batch_size=1, gradient_accumulation=1, max_length=1)
         refuse_below(self, save_every=1, keep=1, log_every=1, eval_every=0, seed=0, max_steps=0)
-        refuse_below(self, warmup_steps=0, clip=0, weight_decay=0, final_lr_ratio=0)
+        refuse_below(self, warmup_steps=0, clip=0, weight_decay=0, final_lr_ratio=0, beta1=0, beta2=0)
+        refuse_above(self, final_lr_ratio=1)
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"--{name} must be below 1, got {getattr(self, name)}")
         if self.seed >= 2**63:
             raise ValueError(f"--seed must be below 2**63, got {self.seed}")
         if self.lr <= 0:
@@ -132,9 +136,19 @@ def what_weights_depend_on(config: LoopConfig, ranks: Ranks, memory: dict, ident
     return {**settings, **identity, "world size": ranks.world, "ZeRO stage": stage, "deepspeed_config": memory}
 
 
+def refuse_texts(config) -> None:
+    """Raises ValueError for a number of texts or tokens below 0, or a file that is both trained on and held out."""
+    refuse_below(config, max_answer_tokens=0, eval_texts=0)
+    trained = {Path(path).resolve() for path in config.train_tokens}
+    for path in config.eval_tokens:
+        if Path(path).resolve() in trained:
+            raise ValueError(f"--eval_tokens {path} is among --train_tokens; give texts that are not trained on")
+
+
 def refuse_start(config: LoopConfig) -> None:
     """Raise UserError, before anything is loaded, for a folder that cannot be this run's or a bad DeepSpeed file."""
-    refuse_taken(config.output, config.overwrite)
+    if config.output or not config.dry_run:
+        refuse_taken(config.output, config.overwrite)
     read_deepspeed_config(config.deepspeed_config)
 
 

@@ -3,11 +3,15 @@
 import base64
 import json
 import os
+import shlex
 import struct
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import yaml
+
 from dcd_core.errors import UserError
+from dcd_core.files import file_hash
 
 # the first of these files that a folder holds says what it is
 MARKS = {
@@ -15,6 +19,12 @@ MARKS = {
     "dual_replays.parquet": "dual drafter",
     "positions.parquet": "signal",
     "rounds.parquet": "benchmark",
+}
+RECORDS_OF = {
+    "cross_alpha.py": "replays.parquet",
+    "dual_drafter.py": "dual_replays.parquet",
+    "signal_error.py": "positions.parquet",
+    "benchmark.py": "rounds.parquet",
 }
 CSS_PIXELS = 0.64  # for one of a figure's 170 pixels an inch: its text of 9 points is shown at 13 CSS pixels
 DEPTH = 3  # folders below a given one that are searched
@@ -35,6 +45,17 @@ class Run:
     def name(self) -> str:
         """What the page and its pictures call the run: no other run of the report has this name."""
         return self.label or self.folder.name
+
+    @property
+    def settings(self) -> dict:
+        """What its config.yaml says; empty where there is none."""
+        try:
+            found = yaml.safe_load(self.provenance.get("config.yaml", "")) or {}
+        except yaml.YAMLError:
+            found = None
+        if not isinstance(found, dict):
+            raise UserError(f"{self.folder / 'config.yaml'} holds no settings; restore it, or leave this run out")
+        return found
 
 
 @dataclass(frozen=True)
@@ -126,10 +147,36 @@ def find_runs(folders: list[str]) -> tuple[list[Run], list[str]]:
             run = _read(folder, mark)
             if run is not None:
                 found[folder] = run
+            elif (missing := _missing_records(folder)) is not None:
+                notes.append(f"left out {folder}: {missing} is missing")
     if not found:
         more = f" ({'; '.join(notes)})" if notes else ""
         raise UserError(f"no finished run in {', '.join(map(str, folders))}: nothing to report{more}")
-    return _named_apart(list(found.values())), notes
+    return _named_apart(_once(list(found.values()), notes)), notes
+
+
+def _once(runs: list[Run], notes: list[str]) -> list[Run]:
+    """The runs without copies: the same records in two folders are one measurement. Each copy gets a note."""
+    first: dict[str, Path] = {}
+    kept = []
+    for run in runs:
+        record = next((run.folder / name for name, kind in MARKS.items() if kind == run.kind), None)
+        key = file_hash(record or run.folder / "metrics.json")
+        if key in first:
+            notes.append(f"left out {run.folder}: a copy of {first[key]}")
+            continue
+        first[key] = run.folder
+        kept.append(run)
+    return kept
+
+
+def _missing_records(folder: Path) -> str | None:
+    """The records that the run of a finished folder must have written, by the script that its command names."""
+    try:
+        script = Path(shlex.split((folder / "command.txt").read_text(encoding="utf-8"))[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return None if script.parent.name == "train" else RECORDS_OF.get(script.name)
 
 
 def _named_apart(runs: list[Run]) -> list[Run]:
