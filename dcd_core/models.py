@@ -241,7 +241,7 @@ def load_tokenizer(name_or_path: str):
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
-        reason = first_line(error).rstrip(":")
+        reason = first_line(error).rstrip(":").removesuffix(" from one of")
         raise UserError(f"{name_or_path} holds no tokenizer that can be loaded (is it a model's?): {reason}") from error
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic_records
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from synthetic_runs import matrix_run
 
 import diagnostics.report as report
@@ -175,3 +177,18 @@ def test_every_pair_has_a_verdict_at_length(tmp_path):
     assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
     topics = re.findall("<dt>(.*?)</dt>", (tmp_path / "page" / "index.html").read_text(encoding="utf-8"))
     assert topics == [f"Contrast-aware training, alpha 0.3, {name}" for name in ("one", "two")]
+
+
+def test_print_is_legible_on_every_colour():
+    """Of numbers on cells from the greatest loss to the greatest gain: a contrast of 3, as WCAG asks of large print."""
+    losses = np.linspace(-0.1, 0.1, 21)
+    lengths = np.vstack([np.ones(21), 1 + losses])
+    axes = Figure().add_subplot()
+    plots_matrix._heat(axes, lengths, (0, 0.3), range(21), 10.0, np.zeros(lengths.shape, dtype=bool))
+    for text, share in zip(axes.texts[21:], losses, strict=True):
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colormaps["PuOr"](0.5 + 5 * share)
+        ]
+        light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+        contrast = light / 0.05 if text.get_color() == "black" else 1.05 / light
+        assert contrast > 3, f"{share:+.0%} in {text.get_color()}: {contrast:.1f}"

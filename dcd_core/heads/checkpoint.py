@@ -98,7 +98,9 @@ def config_from_json(fields: dict, where: str = "config.json") -> Eagle3Config:
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}: not a complete EAGLE3 head configuration")
     if OWN_KEY not in fields and layer.get("num_hidden_layers", 1) != 1:
-        raise UserError(f"{where}: an EAGLE3 head has one layer, this one has {layer['num_hidden_layers']}")
+        raise UserError(
+            f"{where}: an EAGLE3 head has one layer, this one has {layer['num_hidden_layers']}: is it a model's folder?"
+        )
     aux = fields.get(AUX_KEY) or (fields.get("eagle_config") or {}).get(AUX_KEY)
     if aux is not None and (len(aux) != 3 or len(set(aux)) != 3):
         raise UserError(f"{where}: {AUX_KEY} must be three distinct layers, got {aux}")
@@ -342,7 +344,9 @@ def _read_config(path: Path) -> dict:
     try:
         fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{path} has no config.json: not the folder of a head") from error
+        inside = sorted(found.parent for found in [*path.glob("head/config.json"), *path.glob("heads/*/config.json")])
+        hint = f"; give a head in it, such as {inside[0]}" if inside else ""
+        raise UserError(f"{path} has no config.json: not the folder of a head{hint}") from error
     except ValueError as error:
         raise UserError(f"{path}/config.json is not valid JSON: {error}") from error
     if not isinstance(fields, dict):

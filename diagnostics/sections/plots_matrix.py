@@ -10,6 +10,7 @@ from matplotlib.patheffects import withStroke
 
 from diagnostics import paper
 
+DARK = 0.5  # luma below which black print is hard to read
 LEAST_LIMIT = 2.0  # percent at which colours are full, if no change is larger
 _FONT = {"fontsize": 9}
 _STYLES = (("#E69F00", "^", "\\\\"), ("#0072B2", "o", ""), ("#009E73", "D", ".."), ("#CC79A7", "P", "xx"))
@@ -77,8 +78,8 @@ def change_intervals(found: dict) -> Figure:
         axes.errorbar(places, values, yerr=_bars(changes), label=f"train-alpha {train:g}", **style)
     axes.set_xticks(range(len(infers)), [f"{infer:g}" for infer in infers])
     axes.set(xlabel="infer-alpha", ylabel="change of L from train-alpha 0 (%)", xlim=(-0.6, len(infers) - 0.4))
-    axes.legend(frameon=False, fontsize=8, ncols=2)
-    axes.margins(y=0.2)
+    figure.legend(frameon=False, fontsize=8, ncols=2, loc="outside upper center")
+    axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -107,8 +108,8 @@ def ceiling_bars(verdicts: list[dict]) -> Figure:
     axes.axhline(0, color="black", lw=0.8)
     axes.set_xticks(range(len(verdicts)), [f"infer-alpha {entry['infer_alpha']:g}" for entry in verdicts])
     axes.set_ylabel("points per drafted token")
-    axes.legend(frameon=False, fontsize=8)
-    axes.margins(y=0.2)
+    figure.legend(frameon=False, fontsize=8, ncols=2, loc="outside upper center")
+    axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -129,7 +130,8 @@ def _heat(axes: Axes, lengths: np.ndarray, trains, infers, limit: float, bold: n
     axes.imshow(shares, cmap=_COLOURS, vmin=-limit, vmax=limit, aspect="auto")
     for row in range(lengths.shape[0]):
         for column in range(lengths.shape[1]):
-            colour = "white" if abs(shares[row, column]) > 0.7 * limit else "black"
+            red, green, blue, _ = _COLOURS(Normalize(-limit, limit)(shares[row, column]))
+            colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < DARK else "black"
             weight = "bold" if bold[row, column] else "normal"
             change = f"\n{shares[row, column]:+.1f}%".replace("-0.0", "0.0").replace("+0.0", "0.0") if row else ""
             text = f"{lengths[row, column]:.3f}{change}"
