@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from dcd_core.files import atomic_path
 from diagnostics.forms import split_label
@@ -39,6 +40,8 @@ PART_STYLES = {
     "rest_ms": ("everything else", "#BBBBBB", ""),
 }
 FONT = {"fontsize": 9}
+LUMA = np.array([0.299, 0.587, 0.114])  # how much red, green and blue add to lightness
+DARK = 0.5  # lightness below which black print is hard to read
 
 
 def save_png(figure: Figure, path: Path | str, dpi: int = 170) -> Path:
@@ -46,6 +49,12 @@ def save_png(figure: Figure, path: Path | str, dpi: int = 170) -> Path:
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=dpi, format="png", facecolor="white")
     return Path(path)
+
+
+def ink(image: AxesImage) -> np.ndarray:
+    """ "white" or "black" for print on each cell of a heat map, whichever is legible on its colour."""
+    colours = image.to_rgba(image.get_array())
+    return np.where(colours[..., :3] @ LUMA < DARK, "white", "black")
 
 
 def method_style(method: str) -> tuple[str, str, str]:

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from diagnostics import paper
+from diagnostics.sections.plots import ink
 
-DARK = 0.5  # luma below which black print is hard to read
 LEAST_LIMIT = 2.0  # percent at which colours are full, if no change is larger
 _FONT = {"fontsize": 9}
 _STYLES = (("#E69F00", "^", "\\\\"), ("#0072B2", "o", ""), ("#009E73", "D", ".."), ("#CC79A7", "P", "xx"))
@@ -127,15 +127,13 @@ def _limit(matrices: list[np.ndarray]) -> float:
 def _heat(axes: Axes, lengths: np.ndarray, trains, infers, limit: float, bold: np.ndarray) -> None:
     """One matrix; the first row is the control. Values and changes are printed, so colour only repeats them."""
     shares = relative_changes(lengths)
-    axes.imshow(shares, cmap=_COLOURS, vmin=-limit, vmax=limit, aspect="auto")
+    colours = ink(axes.imshow(shares, cmap=_COLOURS, vmin=-limit, vmax=limit, aspect="auto"))
     for row in range(lengths.shape[0]):
         for column in range(lengths.shape[1]):
-            red, green, blue, _ = _COLOURS(Normalize(-limit, limit)(shares[row, column]))
-            colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < DARK else "black"
             weight = "bold" if bold[row, column] else "normal"
             change = f"\n{shares[row, column]:+.1f}%".replace("-0.0", "0.0").replace("+0.0", "0.0") if row else ""
             text = f"{lengths[row, column]:.3f}{change}"
-            axes.text(column, row, text, ha="center", va="center", color=colour, weight=weight, **_FONT)
+            axes.text(column, row, text, ha="center", va="center", color=colours[row, column], weight=weight, **_FONT)
     axes.set_xticks(range(len(infers)), [f"{infer:g}" for infer in infers], **_FONT)
     labels = [f"{train:g}" if row else f"{train:g} (control)" for row, train in enumerate(trains)]
     axes.set_yticks(range(len(trains)), labels, **_FONT)

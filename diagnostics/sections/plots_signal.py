@@ -14,7 +14,7 @@ from diagnostics.paper import ERROR_ABOVE_2, SIGNAL_SHARES
 from diagnostics.position_summary import BUCKETS, FEW, KINDS, Cells, Grid, bucket_labels
 from diagnostics.position_views import Labelled, Realised
 from diagnostics.resampling import Interval
-from diagnostics.sections.plots import FONT, error_bars
+from diagnostics.sections.plots import FONT, error_bars, ink
 
 SIGNAL_LABEL = r"signal $|\log p(x^*)/q(x^*)|$ (nats)"
 ERROR_LABEL = r"drafter error KL$(e\,\|\,p)$ (nats)"
@@ -47,11 +47,11 @@ def signal_error_map(cells: Cells, signal_shares: np.ndarray, error_shares: np.n
     # light for few: most cells hold few positions, and a dark page prints badly
     colour_map = colormaps["YlGnBu"].with_extremes(bad=EMPTY)
     shown = np.where(cells.counts > 0, share, np.nan)
-    colours = main.imshow(shown, origin="lower", cmap=colour_map, aspect="auto", vmin=0)
+    image = main.imshow(shown, origin="lower", cmap=colour_map, aspect="auto", vmin=0)
     text = [[_share_text(share[y, x], cells.counts[y, x]) for x in range(BUCKETS)] for y in range(BUCKETS)]
-    _write_cells(main, text, light=share > 0.55 * share.max(), dots=cells.few)
+    _write_cells(main, text, ink(image), dots=cells.few)
     _label_buckets(main)
-    figure.colorbar(colours, ax=main, location="bottom", shrink=0.7, pad=0.02, label="positions (% of all)")
+    figure.colorbar(image, ax=main, location="bottom", shrink=0.7, pad=0.02, label="positions (% of all)")
     top = figure.add_subplot(grid[0, 0])
     places = np.arange(BUCKETS)
     top.bar(places, 100 * signal_shares, color="#0072B2", width=0.8, label="here")
@@ -109,9 +109,9 @@ def _draw_gains(figure: Figure, axes: Axes, grid: Grid, label: str, cut_there: b
     largest = float(np.nanmax(np.abs(shown)))
     limit = 100 * (GAIN_LIMIT if cut_there else min(GAIN_LIMIT, max(0.01, largest)))
     colour_map = colormaps["PuOr"].with_extremes(bad=EMPTY)
-    axes.imshow(100 * shown, origin="lower", cmap=colour_map, aspect="auto", vmin=-limit, vmax=limit)
+    image = axes.imshow(100 * shown, origin="lower", cmap=colour_map, aspect="auto", vmin=-limit, vmax=limit)
     text = [[_gain_text(*cell) for cell in zip(*row, strict=True)] for row in zip(grid.mean, grid.counts, strict=True)]
-    _write_cells(axes, text, light=np.abs(100 * shown) > 0.7 * limit, dots=grid.few, bold=grid.sure)
+    _write_cells(axes, text, ink(image), dots=grid.few, bold=grid.sure)
     scale = ScalarMappable(Normalize(-limit, limit), colour_map)
     cut = ",\ncolours cut there" if 100 * largest > limit + 1e-9 else ""
     figure.colorbar(scale, ax=axes, extend="both" if cut else "neither").set_label(f"{label}{cut})", **FONT)
@@ -239,11 +239,11 @@ def _percent_bars(axes: Axes, places: np.ndarray, values: np.ndarray, above: np.
     axes.margins(y=0.3)
 
 
-def _write_cells(axes: Axes, text: list, light: np.ndarray, dots: np.ndarray, bold: np.ndarray | None = None) -> None:
-    """Print a value in every cell, white where `light`, bold where `bold`; a dot marks cells with few positions."""
+def _write_cells(axes: Axes, text: list, colours: np.ndarray, dots: np.ndarray, bold: np.ndarray | None = None) -> None:
+    """Print a value in every cell in its colour, bold where `bold`; a dot marks cells with few positions."""
     for y, x in np.ndindex(dots.shape):
         weight = "bold" if bold is not None and bold[y, x] else "normal"
-        colour = "white" if light[y, x] else "black"
+        colour = colours[y, x]
         axes.text(x, y, text[y][x], ha="center", va="center", color=colour, weight=weight, **FONT)
         if dots[y, x]:
             axes.plot(x + 0.38, y + 0.34, "o", color=colour, ms=4)
