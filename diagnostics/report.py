@@ -147,6 +147,8 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
 def render(sections: list[Section], runs: list[Run], notes: list[str], config: Config) -> str:
     """The page as text. Raises UserError if the template asks for something that is not there."""
     pairs = list(dict.fromkeys(run.metrics["pair"] for run in runs if "pair" in run.metrics))
+    # a run that names a drafter too says no more of the pair than one that does not
+    pairs = [pair for pair in pairs if not any(pair.startswith(f"{other} / ") for other in pairs)]
     title = config.title or "; ".join(pairs) or "Training runs"
     return fill_page(
         "report.html.j2",

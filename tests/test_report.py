@@ -6,7 +6,16 @@ import shutil
 import numpy as np
 import pytest
 import synthetic_records
-from synthetic_runs import LATENCY, amateur_run, benchmark_run, head_run, identity_run, signal_run, write_metrics
+from synthetic_runs import (
+    LATENCY,
+    amateur_run,
+    benchmark_run,
+    head_run,
+    identity_run,
+    matrix_run,
+    signal_run,
+    write_metrics,
+)
 
 import diagnostics.report as entry
 from dcd_core.errors import UserError
@@ -208,3 +217,9 @@ def test_words():
         "a and b",
         "a, b and c",
     ]
+
+
+def test_the_title_names_each_pair_once(tmp_path):
+    matrix_run(tmp_path / "runs" / "matrix", prompts=20, seeds=(0,))
+    signal_run(tmp_path / "runs" / "signal")
+    assert "<h1>big / small</h1>" in make(tmp_path), "not again with the signal study's drafter"
