@@ -113,12 +113,13 @@ def summarise_replays(
 
 
 def matched(cells: list[dict], infer_alpha: float) -> dict | None:
-    """The comparison that answers for this infer-alpha: training on the same alpha, or else on the nearest; none at 0,
-    where there is no contrast to know about."""
+    """The comparison that answers for this infer-alpha: training on the same alpha, or else on the nearest (of two, the
+    smaller); none at 0, where there is no contrast to know about."""
     here = [cell for cell in cells if cell["infer_alpha"] == infer_alpha]
     if infer_alpha == 0 or not here:
         return None
-    return min(here, key=lambda cell: (abs(cell["train_alpha"] - infer_alpha), cell["train_alpha"]))
+    # rounded: 0.1 and 0.3 are as near to 0.2 as each other, whatever their last bits
+    return min(here, key=lambda cell: (round(abs(cell["train_alpha"] - infer_alpha), 9), cell["train_alpha"]))
 
 
 def _cells(matrix: Matrix, margin: float, options: dict) -> list[dict]:

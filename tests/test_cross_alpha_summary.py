@@ -183,3 +183,13 @@ def test_refusals():
     ):
         with pytest.raises(UserError, match=message):
             read_matrix(bad)
+
+
+@pytest.mark.parametrize(
+    "infer, trains, nearest", [(0.2, (0.1, 0.3), 0.1), (0.3, (0.1, 0.3), 0.3), (0.4, (0.3, 0.5), 0.3)]
+)
+def test_of_two_equally_near_train_alphas_the_smaller_answers(infer, trains, nearest):
+    """0.3 - 0.2 is less than 0.2 - 0.1 in binary."""
+    cells = [{"infer_alpha": infer, "train_alpha": train} for train in trains]
+    assert matched(cells, infer)["train_alpha"] == nearest
+    assert matched(cells[::-1], infer)["train_alpha"] == nearest

@@ -135,6 +135,22 @@ def test_resuming_ends_with_the_same_weights_and_curve(toy, finished, tmp_path, 
         assert curve(output, name) == curve(finished, name)
 
 
+def test_figures_after_a_stop_between_two_loggings_are_those_of_a_whole_run(toy, tmp_path):
+    """Saved after step 3, logged after step 5: a mean over steps 4 and 5 alone would be another figure."""
+    run = options(toy, tmp_path / "run", "--save_every=3", "--log_every=5", "--keep=9")
+    assert main(run) == 0
+    whole = metrics(tmp_path / "run")["history"]
+    (tmp_path / "run" / "metrics.json").unlink()
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        if path.name > "step-00000003":
+            shutil.rmtree(path)
+    assert main(run) == 0
+    again = metrics(tmp_path / "run")["history"]
+    for logged in (*whole, *again):
+        logged.pop("tokens_per_s", None)
+    assert again == whole and len(whole) > 3
+
+
 @pytest.mark.parametrize(
     "change, named",
     [

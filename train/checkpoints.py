@@ -1,9 +1,9 @@
 """Checkpoints of a training run: whole or absent, rotating, and refused when the command has changed.
 
 ``checkpoints/step-00000120/`` holds DeepSpeed's files (weights, optimiser; one set per rank where ZeRO shards them),
-the random state of each rank and ``trainer.json`` (position in the data, settings, histories). Each member of a family
-has its files in a folder of its name, and all of them are of one step. It is written under another name and renamed
-when every rank is done, so a folder of that name is always complete; ``latest`` is only a signpost.
+the random state and unread sums of each rank and ``trainer.json`` (position in the data, settings, histories). Each
+member of a family has its files in a folder of its name, and all of them are of one step. It is written under another
+name and renamed when every rank is done, so a folder of that name is always complete; ``latest`` is only a signpost.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Checkpoints:
         """Write the checkpoint after ``step`` optimiser steps; every rank must call it.
 
         Args:
-            members: what is trained: each has a name (the only one of a run has none), an engine and a history.
+            members: what is trained: each has a name (the only one of a run has none), an engine, a meter and a
+                history.
         """
         name, temporary = self._name(step), self.folder / f"{UNFINISHED}{self._name(step)}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,9 @@ class Checkpoints:
             member.engine.save_checkpoint(
                 str(place.parent), tag=place.name, save_latest=False, exclude_frozen_parameters=True
             )
-        torch.save(random_state(), temporary / f"random-{self.ranks.rank}.pt")
+        # what was summed since the last logging too: the next figures are those of a run that was never stopped
+        sums = {member.name: member.meter.sums for member in members}
+        torch.save({**random_state(), "sums": sums}, temporary / f"random-{self.ranks.rank}.pt")
         if self.ranks.first:
             trainer = {
                 "step": step,
@@ -107,7 +110,10 @@ class Checkpoints:
             if loaded is None:
                 raise UserError(f"{path} cannot be loaded: delete it to go on from the one before")
             member.history = trainer["history"][member.name]
-        restore_random_state(torch.load(path / f"random-{self.ranks.rank}.pt", weights_only=False))
+        state = torch.load(path / f"random-{self.ranks.rank}.pt", weights_only=False)
+        for member in members:
+            member.meter.sums = state.get("sums", {}).get(member.name)  # earlier versions saved none
+        restore_random_state(state)
         return trainer["step"]
 
     def _compare(self, before: dict, path: Path) -> None:

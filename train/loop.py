@@ -162,8 +162,8 @@ class Member:
 
     name: str
     engine: object
+    meter: Meter
     history: list[dict] = field(default_factory=list)
-    meter: Meter | None = None
     board: Board | None = None
 
     def log(self, group: str, metrics: dict[str, float], step: int, prefix: str = "") -> None:
@@ -260,13 +260,14 @@ def fit(
     memory = read_deepspeed_config(config.deepspeed_config)
     total = total_steps(config, batches.plan.steps_per_epoch)
     settings = what_weights_depend_on(config, ranks, memory, identity)
-    members = [Member(name, start_engine(module, config, memory)) for name, module in modules.items()]
+    members = [
+        Member(name, start_engine(module, config, memory), meter=Meter(ranks)) for name, module in modules.items()
+    ]
     engines = [member.engine for member in members]
     checkpoints, done = open_run(members, config, ranks, settings, batches.position, argv, part)
     if done and ranks.first:
         print(f"resuming after step {done} of {total}", flush=True)
     for member in members:
-        member.meter = Meter(ranks)
         member.board = Board(Path(config.output) / "tensorboard" / member.name, ranks, done)
     with Bar(total, f"training {part}".strip(), "steps", done) as bar:
         for number in range(done, total):

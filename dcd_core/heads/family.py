@@ -153,6 +153,10 @@ class FamilyMember:
         aim = "aligned with the amateur" if self.alpha is None else f"train-alpha {self.alpha:g}"
         return f"{aim}, seed {self.seed}"
 
+    def placed(self) -> str:
+        """Which head it is, and of which run."""
+        return f"{self.describe()} in {self.path.parent.parent}"
+
 
 @dataclass(frozen=True)
 class Family:
@@ -284,7 +288,10 @@ def _read_manifest(folder: Path) -> tuple[str, list[FamilyMember]]:
 
 def _refuse_difference(name: str, value, other, one: str, two: str) -> None:
     if value != other:
-        raise UserError(f"this family is not matched: {name} is {value} for {one}, but {other} for {two}")
+        raise UserError(
+            f"this family is not matched: {name} is {value} for {one}, but {other} for {two}; heads are compared only "
+            "if they were trained alike: train them again with equal settings, or measure each run alone"
+        )
 
 
 def _refuse_unmatched(members: list[FamilyMember], but: tuple[str, ...] = ()) -> None:
@@ -294,9 +301,7 @@ def _refuse_unmatched(members: list[FamilyMember], but: tuple[str, ...] = ()) ->
         for name in CONTROLS:
             like = first_of_seed.setdefault(member.seed, member) if name == PER_SEED else first
             if name not in but:
-                _refuse_difference(
-                    name, like.held_fixed[name], member.held_fixed[name], like.describe(), member.describe()
-                )
+                _refuse_difference(name, like.held_fixed[name], member.held_fixed[name], like.placed(), member.placed())
     starts = {seed: member.held_fixed[PER_SEED] for seed, member in first_of_seed.items()}
     if len(set(starts.values())) < len(starts):
         raise UserError(f"seeds {sorted(starts)} do not all have {PER_SEED} of their own: they are no repetitions")

@@ -181,7 +181,7 @@ def small_print(entry: dict, found: dict) -> str:
     words = (
         "L is of greedy drafts. On the shared history the contrast changes the best token at "
         f"{percent(entry['headroom_flip'])} of places; top-1 matches changed by "
-        f"{points(entry['top1_change'], 2, sign=True)} points. {count(found['prompts'])} prompts, {seeds}."
+        f"{points(entry['top1_change'], 2, sign=True)} points. {counted(found['prompts'], 'prompt')}, {seeds}."
     )
     span = paper_span(entry["infer_alpha"]) if entry["train_alpha"] == entry["infer_alpha"] else ""
     words += f" Paper: L changes by {span} in its four settings, without intervals." if span else ""
@@ -206,8 +206,8 @@ def how(records: Records, found: dict, decoded: dict) -> str:
     rounded = "bfloat16, in which decoding may part from them at near-ties"
     precision = f" ({rounded})" if settings.get("dtype") == "bfloat16" else ""
     words = (
-        f"Vanilla contrastive decoding answered each of {count(found['prompts'])} prompts greedily at every infer-alpha"
-        f"{longest}; every drafter's rounds, of {found['gamma']} drafts, follow from "
+        f"Vanilla contrastive decoding answered each of {counted(found['prompts'], 'prompt')} greedily at every "
+        f"infer-alpha{longest}; every drafter's rounds, of {found['gamma']} drafts, follow from "
         f"these texts by replay{precision}. Drafters of one column differ in their training target only, in matched "
         f"runs (same initial weights, data, order and budget); {reading(records)} Acceptance is teacher-forced over "
         f"the texts of alpha {history:g}. A verdict needs a bound of the 95% interval over {over(found)}, after Holm's "

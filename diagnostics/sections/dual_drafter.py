@@ -49,6 +49,7 @@ def dual_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     section.scalars = scalars(found)
     section.tables = [length_table(found), rule_table(found), variance_table(found)]
     section.records = link(run.folder / "dual_replays.parquet", page)
+    section.positions = link(run.folder / "positions.parquet", page)
     return section
 
 

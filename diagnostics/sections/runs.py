@@ -120,6 +120,7 @@ class Section:
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     records: str = ""
+    positions: str = ""  # more records, where there are two tables
     name: str = ""
     speaks_for: tuple[str, ...] = ()
     scalars: dict[str, float] = field(default_factory=dict)
