@@ -154,7 +154,7 @@ def _started_as() -> str:
 
 def _same_script(one: str, other: str) -> bool:
     """Two rooms have scripts of one name, so the folder counts too, where both say it."""
-    first, second = Path(one).parts[-2:], Path(other).parts[-2:]
+    first, second = ([part for part in Path(path).parts if part != ".."][-2:] for path in (one, other))
     shared = min(len(first), len(second))
     return first[-shared:] == second[-shared:]
 

@@ -35,7 +35,7 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
-    temporary = path.with_name(f"{_temporary_prefix()}{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}")
+    temporary = path.with_name(temporary_name(path.name))
     try:
         yield temporary
         if not temporary.exists():
@@ -155,6 +155,11 @@ def content_hash(value: Any) -> str:
     """
     text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def temporary_name(name: str) -> str:
+    """A name that no other process uses, and by which a leftover is known."""
+    return f"{_temporary_prefix()}{os.getpid()}-{uuid.uuid4().hex[:8]}-{name}"
 
 
 def _temporary_prefix() -> str:

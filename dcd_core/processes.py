@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dcd_core.errors import UserError
-from dcd_core.files import check_output_folder
+from dcd_core.files import check_output_folder, temporary_name
 from dcd_core.models import choose_device
 
 PATIENCE = timedelta(days=7)
@@ -95,26 +95,31 @@ def refuse_unshared(folder: str | Path, ranks: Ranks, patience: float = SIGHT) -
     Args:
         patience: seconds to wait for the file to come into sight.
     Raises:
-        UserError: on every rank, naming the machines that do not see it.
+        UserError: on every rank, naming the machines that do not see it, or saying why the first cannot write there.
     """
     if not torch.distributed.is_initialized() or ranks.world == 1:
         return
-    folder = Path(folder)
-    names, made = [f".sight-{os.urandom(8).hex()}"], []
-    torch.distributed.broadcast_object_list(names, src=0)
+    folder, made = Path(folder), []
+    told = ["", ""]  # the file's name, and what kept the first rank from writing it
     if ranks.first:
-        check_output_folder(folder)
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / names[0]).touch()
-    barrier()
+        told[0] = temporary_name("sight")
+        try:
+            check_output_folder(folder)
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / told[0]).touch()
+        except (OSError, UserError) as error:  # told to all: a rank that raised alone would leave the others waiting
+            told[1] = f"{folder} cannot be written: {error}"
     blind: list[str | None] = [None] * ranks.world
-    seen = _in_sight(folder / names[0], patience)
-    torch.distributed.all_gather_object(blind, None if seen else socket.gethostname())
-    if ranks.first:
-        (folder / names[0]).unlink()
-        for path in made:
-            path.rmdir()
+    try:
+        torch.distributed.broadcast_object_list(told, src=0)
+        seen = bool(told[1]) or _in_sight(folder / told[0], patience)
+        torch.distributed.all_gather_object(blind, None if seen else socket.gethostname())
+    finally:
+        if ranks.first:
+            _take_away(folder / told[0], made)
+    if told[1]:
+        raise UserError(told[1])
     hosts = sorted({host for host in blind if host is not None})
     if hosts:
         raise UserError(
@@ -125,9 +130,22 @@ def refuse_unshared(folder: str | Path, ranks: Ranks, patience: float = SIGHT) -
 
 def _in_sight(path: Path, patience: float) -> bool:
     end = time.monotonic() + patience
-    # a listing, not a look-up: network file systems remember that a name was missing
-    while not path.parent.is_dir() or path.name not in os.listdir(path.parent):
+    while True:
+        try:
+            # a listing, not a look-up: network file systems remember that a name was missing
+            if path.name in os.listdir(path.parent):
+                return True
+        except OSError:  # not there yet, or somebody else's
+            pass
         if time.monotonic() > end:
             return False
         time.sleep(0.1)
-    return True
+
+
+def _take_away(path: Path, made: list[Path]) -> None:
+    try:
+        path.unlink(missing_ok=True)
+        for folder in made:
+            folder.rmdir()
+    except OSError:
+        pass  # it could not be written, or another run has begun there

@@ -61,13 +61,13 @@ def code_key(*places: str, root: Path = ROOT) -> str:
 
 
 def _bare(source: str) -> str:
-    """A module's syntax tree, without its docstrings."""
+    """A module without docstrings, comments and layout."""
     tree = ast.parse(source)
     told = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
         if isinstance(node, told) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
-    return ast.dump(tree)
+    return ast.unparse(tree)
 
 
 def inputs_key(prompts: str | list[str], *models: str) -> dict:

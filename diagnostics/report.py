@@ -33,8 +33,9 @@ from diagnostics.sections.training import training_section
 
 PAGE = "index.html"
 MARK = "Fast contrastive decoding with an expert-aligned drafter"  # in every page: an earlier report is known by it
-# what several runs of a kind have together, and how many of them stand before it
-TOGETHER = {"cross-alpha": (across_section, 1), "signal": (pooled_section, 0)}
+# what several runs of a kind have together; it stands first, or after the runs that speak at length in the opening
+TOGETHER = {"cross-alpha": across_section, "signal": pooled_section}
+RESAMPLED = ("cross-alpha", "dual drafter", "signal", "benchmark")
 SECTIONS = {
     "cross-alpha": cross_alpha_section,  # first: the page opens with its verdict
     "dual drafter": dual_section,
@@ -70,7 +71,8 @@ class Config:
 
     def bootstrap(self, run: Run) -> tuple[int, int]:
         """Resamples and seed of a run's intervals: as it was summed itself, so that the page says what it said."""
-        own = run.settings
+        given = self.resamples is not None and self.seed is not None
+        own = {} if given or run.kind not in RESAMPLED else run.settings
         resamples = own.get("resamples", RESAMPLES) if self.resamples is None else self.resamples
         return resamples, own.get("seed", 0) if self.seed is None else self.seed
 
@@ -119,8 +121,7 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
         alone = [build(run, page, *config.bootstrap(run)) for run in own]
         together = None
         if kind in TOGETHER and len(own) > 1:
-            join, before = TOGETHER[kind]
-            together = join(own, page, *config.bootstrap(own[0]))
+            together = TOGETHER[kind](own, page, [config.bootstrap(run) for run in own])
         for run, section in zip(own, alone, strict=True):
             section.name = run.name
             if len(own) > 1 and section.title != f"Training: {run.name}":  # else several could have one name
@@ -132,7 +133,8 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
             for section in speaking:
                 section.headlines = [replace(one, topic=f"{one.topic}, {section.name}") for one in section.headlines]
         if together:
-            alone.insert(before, together)
+            spoken = [place for place, section in enumerate(alone) if section.name not in together.speaks_for]
+            alone.insert(spoken[-1] + 1 if together.speaks_for else 0, together)
         sections += alone
     shown = set()
     for section in sections:

@@ -231,8 +231,8 @@ def changes(sums: np.ndarray, *, relative: bool = True, resamples: int = RESAMPL
     spread = (by_seed[:, 1:] - by_seed[:, :1]).std(0, ddof=1)
     noise = np.random.default_rng([seed, seeds]).standard_t(seeds - 1, size=by_prompt.shape)
     both = by_prompt + noise * spread / np.sqrt(seeds)
-    if relative:  # nothing can fall by more than all of it
-        both = np.maximum(both, -1.0)
+    if (sums[..., 0] >= 0).all():  # nothing can fall by more than all of it
+        both = np.maximum(both, -values[0] / scale)
     return [
         Change(estimates[arm], both[:, arm], by_prompt[:, arm], count, seeds, float(spread[arm]))
         for arm in range(arms - 1)

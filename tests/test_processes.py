@@ -18,6 +18,8 @@ def one_rank(rank: int, port: int, folder: str, answers) -> None:
         answers.put((rank, ""))
     except UserError as error:
         answers.put((rank, str(error)))
+    except BaseException as error:  # or the test would wait for an answer
+        answers.put((rank, f"a traceback: {error!r}"))
 
 
 def both(*folders) -> list[str]:
@@ -44,6 +46,12 @@ def test_one_folder_for_all_is_needed(tmp_path, there):
         assert "is not one folder for all processes" in message
         assert f"is not seen on {socket.gethostname()};" in message
     assert os.listdir(tmp_path) == (["runs"] if there else []), "a refused start leaves nothing"
+
+
+def test_what_keeps_the_first_from_writing_is_said_by_all(tmp_path):
+    (tmp_path / "file").touch()
+    for message in both(tmp_path / "file" / "run", tmp_path / "file" / "run"):
+        assert "cannot be written" in message and "file" in message
 
 
 def test_a_lone_process_is_not_asked(tmp_path):

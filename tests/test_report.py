@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,10 +120,14 @@ def test_a_copy_and_a_run_without_its_records_are_left_out_and_said(tmp_path):
     shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "second")
     write_metrics(tmp_path / "runs" / "third", {"pair": "big / small"})
     (tmp_path / "runs" / "third" / "command.txt").write_text("diagnostics/cross_alpha.py --output runs/third\n")
+    for name in ("one", "two"):  # two checks may end alike, and are two all the same
+        identity_run(tmp_path / "runs" / name)
     page = make(tmp_path)
-    assert page.count("<h2>") == 1
+    assert page.count("<h2>") == 3
     text = text_of(page)
     assert "second: a copy of" in text and "third: replays.parquet is missing" in text
+    (tmp_path / "runs" / "third" / "command.txt").write_text("train/cross_alpha.py --output runs/third\n")
+    assert "third" not in text_of(make(tmp_path)), "a family's training writes none"
 
 
 def test_intervals_are_those_of_the_run_unless_others_are_asked_for(tmp_path):
@@ -134,10 +139,12 @@ def test_intervals_are_those_of_the_run_unless_others_are_asked_for(tmp_path):
     assert config.bootstrap(run) == (37, 5)
     assert entry.Config(records=["x"], output="y", resamples=50, seed=0).bootstrap(run) == (50, 0)
     assert entry.Config(records=["x"], output="y", seed=2).bootstrap(run) == (37, 2)
+    assert config.bootstrap(replace(run, kind="training")) == (10_000, 0), "nothing of it is resampled"
     (tmp_path / "runs" / "s" / "config.yaml").write_text("a: [")
     (run,), _ = entry.find_runs([str(tmp_path / "runs")])
     with pytest.raises(UserError, match="config.yaml holds no settings"):
         config.bootstrap(run)
+    assert entry.Config(records=["x"], output="y", resamples=50, seed=0).bootstrap(run) == (50, 0), "not needed"
 
 
 def test_refusals(tmp_path):

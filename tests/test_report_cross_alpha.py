@@ -177,6 +177,14 @@ def test_every_pair_has_a_verdict_at_length(tmp_path):
     assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
     topics = re.findall("<dt>(.*?)</dt>", (tmp_path / "page" / "index.html").read_text(encoding="utf-8"))
     assert topics == [f"Contrast-aware training, alpha 0.3, {name}" for name in ("one", "two")]
+    # a further run of the second pair: after both, and with its pair
+    matrix_run(tmp_path / "runs" / "zwei", prompts=25, seeds=(0,), infer_alphas=(0.0, 0.3), effect=-0.06)
+    rows = read_records(tmp_path / "runs" / "zwei" / "replays.parquet", "replays").rows.assign(pair="two")
+    write_records(tmp_path / "runs" / "zwei" / "replays.parquet", "replays", rows.to_dict("list"), {})
+    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
+    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    assert re.findall("<dt>(.*?)</dt>", page)[-1].startswith("Contrast-aware training, other runs")
+    assert re.search(r"<dd>zwei: hurts at alpha 0.3 .*, of two, on held-out", page)
 
 
 def test_print_is_legible_on_every_colour():

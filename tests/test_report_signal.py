@@ -72,7 +72,7 @@ def test_old_records_without_drafts_still_make_a_section(tmp_path):
 
 def test_several_runs_are_pooled_by_count(tmp_path):
     runs = [run_of(tmp_path / "a", "A", dual=0.1), run_of(tmp_path / "b", "B", drafts=False, dataset="facts")]
-    section = pooled_section(runs, tmp_path / "page", 50, 0)
+    section = pooled_section(runs, tmp_path / "page", [(50, 0)] * 2)
     assert "2 runs pooled" in section.title and "Pooled by count from a and b" in section.text[-1]
     tables = tables_of(section)
     assert tables["Headline figures"].rows[0][3] == "800"
@@ -85,9 +85,9 @@ def test_several_runs_are_pooled_by_count(tmp_path):
 def test_drafters_on_the_same_texts_are_not_pooled(tmp_path):
     """Signal and headroom would be those of the same positions, counted again for every drafter."""
     runs = [run_of(tmp_path / "a", "big / small / one"), run_of(tmp_path / "b", "big / small / other")]
-    assert pooled_section(runs, tmp_path / "page", 50, 0) is None
+    assert pooled_section(runs, tmp_path / "page", [(50, 0)] * 2) is None
     runs[1] = run_of(tmp_path / "c", "big / tiny / one")
-    assert pooled_section(runs, tmp_path / "page", 50, 0) is not None
+    assert pooled_section(runs, tmp_path / "page", [(50, 0)] * 2) is not None
 
 
 def test_a_draft_that_gains_is_said_to_gain(tmp_path):

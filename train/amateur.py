@@ -54,10 +54,10 @@ class Config(LoopConfig):
 def main(argv: list[str] | None = None) -> int:
     """Prune, distil, write OUTPUT/model, compare, write OUTPUT/metrics.json."""
     config = parse_config(Config, argv, description=__doc__)
-    refuse_start(config)
     if config.dry_run:
         print(describe_amateur_run(config), flush=True)
         return 0
+    refuse_start(config)
     ranks = start(config.seed)
     folder = Path(config.output)
     pair = load_pair(config.expert, dtype=config.expert_dtype, device=str(ranks.device))

@@ -28,7 +28,6 @@ from typing import Literal
 from dcd_core.config import parse_config, run_entry
 from train.family_run import FamilyConfig, Planned, refuse_repeated, train_family
 from train.family_sizes import describe_family
-from train.loop import refuse_start
 from train.unroll import Aim
 
 
@@ -55,7 +54,6 @@ def main(argv: list[str] | None = None) -> int:
     """Train the family and write OUTPUT/heads, OUTPUT/manifest.json and OUTPUT/metrics.json."""
     config = parse_config(Config, argv, description=__doc__)
     plans = members(config)
-    refuse_start(config)
     if config.dry_run:
         print(describe_family(config, plans), flush=True)
     else:

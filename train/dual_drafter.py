@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from dcd_core.config import parse_config, run_entry
 from train.family_run import FamilyConfig, Planned, train_family
 from train.family_sizes import describe_family
-from train.loop import refuse_start
 from train.unroll import EXPERT, Aim
 
 AMATEUR = Aim(None)
@@ -37,7 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     """Train both heads of every seed and write OUTPUT/heads, OUTPUT/manifest.json and OUTPUT/metrics.json."""
     config = parse_config(Config, argv, description=__doc__)
     plans = members(config)
-    refuse_start(config)
     if config.dry_run:
         print(describe_family(config, plans), flush=True)
     else:

@@ -62,10 +62,10 @@ class Config(HeadConfig):
 def main(argv: list[str] | None = None) -> int:
     """Train, evaluate, write OUTPUT/head and OUTPUT/metrics.json."""
     config = parse_config(Config, argv, description=__doc__)
-    refuse_start(config)
     if config.dry_run:
         print(describe_head_run(config), flush=True)
         return 0
+    refuse_start(config)
     ranks = start(config.seed)
     pair, stops = load_frozen(config, ranks)
     texts = Texts.load(config.train_tokens, config.max_length, pair.expert.vocab, config.max_answer_tokens)

@@ -34,7 +34,7 @@ from train.head_run import (
     trained_module,
     training_stream,
 )
-from train.loop import FREE, Member, fit, total_steps
+from train.loop import FREE, Member, fit, refuse_start, total_steps
 from train.online_expert import HeadStep, copy_module, scale_features
 from train.processes import Ranks, barrier, start
 from train.sizes import coverage, curve_summary, data_summary, family_result
@@ -147,6 +147,7 @@ class FamilyRun:
 
 def train_family(kind: str, config: FamilyConfig, plans: Sequence[Planned], argv: list[str] | None) -> None:
     """Train every member; write OUTPUT/heads, OUTPUT/manifest.json and OUTPUT/metrics.json."""
+    refuse_start(config)
     ranks = start(config.seed)
     run = FamilyRun(config, plans, ranks)
     if ranks.first:

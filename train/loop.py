@@ -147,8 +147,7 @@ def refuse_texts(config) -> None:
 
 def refuse_start(config: LoopConfig) -> None:
     """Raise UserError, before anything is loaded, for a folder that cannot be this run's or a bad DeepSpeed file."""
-    if config.output or not config.dry_run:
-        refuse_taken(config.output, config.overwrite)
+    refuse_taken(config.output, config.overwrite)
     read_deepspeed_config(config.deepspeed_config)
 
 

@@ -33,7 +33,7 @@ CEILING_CAPTION = (
 )
 
 
-OTHERS = "Of the same pair and prompts, with other heads, precision or fewer prompts: side by side and alone below."
+OTHERS = "Of a pair and prompts that are above, with other heads, precision or fewer prompts: side by side below."
 
 
 def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
@@ -49,18 +49,22 @@ def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Sect
     return section
 
 
-def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Section:
-    """Several matrices beside each other, of heads of several sizes say: does the verdict change?"""
+def across_section(runs: list[Run], page: Path, bootstraps: list[tuple[int, int]]) -> Section:
+    """Several matrices beside each other, of heads of several sizes say: does the verdict change?
+
+    Args:
+        bootstraps: resamples and seed of each run.
+    """
     section = Section(f"Contrast-aware training in {len(runs)} runs, side by side")
     section.text = [
         "Each row is one run's verdict on training a drafter on the contrast strength that is decoded with, against "
-        "train-alpha 0 in that run; each run stands alone below, with its method and records. A row of one training "
+        "train-alpha 0 in that run; each run stands alone too, with its method and records. A row of one training "
         "run speaks of its two drafters only. Two verdicts that differ are no proof that the runs do: that is what the "
         f"last column is about, the change of L here minus that in {runs[0].name}, of the seeds that both have, with "
         "its 95% interval over the prompts of both, for just these drafters."
     ]
     section.text += [decoded_sentence(run) for run in runs if run.metrics.get("decoded", {}).get("checked")]
-    read = [_summarise(run, resamples, seed) for run in runs]
+    read = [_summarise(run, *bootstrap) for run, bootstrap in zip(runs, bootstraps, strict=True)]
     rows = []
     for run, (records, found) in zip(runs, read, strict=True):
         for entry in found["verdicts"]:
@@ -71,7 +75,7 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
             name = [run.name, _where(records), heads_of(run.metrics.get("trained", {}))]
             name += [f"{entry['infer_alpha']:g}", f"{entry['train_alpha']:g}"]
             name += [str(len(found["seeds"])), count(found["prompts"])]
-            against = "" if run is runs[0] else _against(read[0], records, found, entry, resamples, seed)
+            against = "" if run is runs[0] else _against(read[0], records, found, entry, *bootstraps[0])
             rows.append([*name, f"{length:.3f}", change, ceiling, realised, entry["verdict"], against])
     headers = ["run", "pair and prompts", "heads", "alpha", "trained on", "training runs", "prompts"]
     headers += ["L of train-alpha 0", "change of L", "ceiling, points", "realised, points", "verdict"]
@@ -82,7 +86,12 @@ def across_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Se
     others = further(runs, read)
     section.speaks_for = tuple(run.name for run, _ in others)
     if others:
-        sentence = f"{'; '.join(short_verdict(run, found) for run, found in others)}."
+        pairs = {_where(records) for records, _ in read}
+        said = [short_verdict(run, found) for run, found in others]
+        if len(pairs) > 1:
+            places = {run.name: _where(records) for run, (records, _) in zip(runs, read, strict=True)}
+            said = [f"{words}, of {places[run.name]}" for words, (run, _) in zip(said, others, strict=True)]
+        sentence = f"{'; '.join(said)}."
         section.headlines = [Headline("Contrast-aware training, other runs", sentence, OTHERS)]
     return section
 

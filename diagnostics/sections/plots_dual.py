@@ -59,7 +59,8 @@ def variance_map(counts: dict[str, np.ndarray], shares: dict[str, float]) -> Fig
     (to the right) and by what the signal offers (up). Above the line a dual draft with uncorrelated errors wins.
 
     Args:
-        counts: name -> positions by Var(s) (rows) and by cost (columns) in BINS, see `dual_drafter.variance_counts`.
+        counts: name -> positions by Var(s) (rows) and by cost (columns) in BINS, see `variance_counts`
+            of this folder's dual_drafter.
         shares: name -> share of positions above the line.
     """
     figure = Figure(figsize=(0.9 + 3.5 * len(counts), 4.1), layout="constrained")

@@ -145,11 +145,13 @@ def find_runs(folders: list[str]) -> tuple[list[Run], list[str]]:
                 if mark or (folder / "command.txt").is_file():
                     notes.append(f"left out {folder}: the run is not finished")
                 continue
+            missing = _missing_records(folder)
+            if missing is not None:
+                notes.append(f"left out {folder}: {missing} is missing")
+                continue
             run = _read(folder, mark)
             if run is not None:
                 found[folder] = run
-            elif (missing := _missing_records(folder)) is not None:
-                notes.append(f"left out {folder}: {missing} is missing")
     if not found:
         more = f" ({'; '.join(notes)})" if notes else ""
         raise UserError(f"no finished run in {', '.join(map(str, folders))}: nothing to report{more}")
@@ -157,12 +159,15 @@ def find_runs(folders: list[str]) -> tuple[list[Run], list[str]]:
 
 
 def _once(runs: list[Run], notes: list[str]) -> list[Run]:
-    """The runs without copies: the same records in two folders are one measurement. Each copy gets a note."""
+    """The runs without copies: the same records in two folders are one measurement. Each copy gets a note.
+
+    Records name the settings that made them, their folder among these; metrics alone may be equal for two runs.
+    """
     first: dict[str, Path] = {}
     kept = []
     for run in runs:
         record = next((run.folder / name for name, kind in MARKS.items() if kind == run.kind), None)
-        key = file_hash(record or run.folder / "metrics.json")
+        key = file_hash(record) if record else str(run.folder)
         if key in first:
             notes.append(f"left out {run.folder}: a copy of {first[key]}")
             continue
@@ -172,12 +177,13 @@ def _once(runs: list[Run], notes: list[str]) -> list[Run]:
 
 
 def _missing_records(folder: Path) -> str | None:
-    """The records that the run of a finished folder must have written, by the script that its command names."""
+    """The records that the script named by a folder's command must have written, if they are not there."""
     try:
         script = Path(shlex.split((folder / "command.txt").read_text(encoding="utf-8"))[0])
     except (OSError, ValueError, IndexError):
         return None
-    return None if script.parent.name == "train" else RECORDS_OF.get(script.name)
+    records = None if script.parent.name == "train" else RECORDS_OF.get(script.name)
+    return None if records is None or (folder / records).is_file() else records
 
 
 def _named_apart(runs: list[Run]) -> list[Run]:

@@ -1,7 +1,7 @@
 """The signal-versus-error section of the report: shares, heat map, gains of every kind of draft, headroom. No torch.
 
 One run makes one section; several runs (other pairs, say) make a pooled one too, in which every position weighs the
-same. Views over configurations stand in report_signal_views.py.
+same. Views over configurations stand in signal_views.py.
 """
 
 from pathlib import Path
@@ -33,14 +33,14 @@ def signal_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
     return section
 
 
-def pooled_section(runs: list[Run], page: Path, resamples: int, seed: int) -> Section | None:
+def pooled_section(runs: list[Run], page: Path, bootstraps: list[tuple[int, int]]) -> Section | None:
     """Several signal studies together, pooled by count: every position weighs the same. None where they are of one
     pair's same texts: drafters differ, but signal and headroom would be those of the same positions once more."""
     found = [read_records(run.folder / "positions.parquet", "positions") for run in runs]
     if len(set().union(*(_settings(records.rows) for records in found))) < sum(len(_settings(r.rows)) for r in found):
         return None
     title = f"Signal and drafter error, {len(runs)} runs pooled"
-    section = _section(title, found, page, "pooled", resamples, seed)
+    section = _section(title, found, page, "pooled", *bootstraps[0])
     section.text.append(f"Pooled by count from {listed([run.name for run in runs])}; each stands alone below.")
     return section
 
