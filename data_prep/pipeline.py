@@ -155,12 +155,13 @@ def state(pipeline: Pipeline, stage: Stage) -> tuple[str, str]:
 
 def print_states(pipeline: Pipeline) -> None:
     """One line per stage; a stage whose inputs are not made yet waits."""
+    width = max(len(stage.name) for stage in pipeline.stages)
     for stage in pipeline.stages:
         try:
             found = state(pipeline, stage)[0]
         except UserError:
             found = "waits for its inputs"
-        print(f"{stage.name:12} {found:32} budget {clock(stage.budget_s)}")
+        print(f"{stage.name:{width}} {found:32} budget {clock(stage.budget_s)}")
 
 
 def clear(pipeline: Pipeline, stage: Stage) -> None:
