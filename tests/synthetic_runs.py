@@ -84,10 +84,18 @@ def identity_run(folder):
     write_metrics(folder, {"checks": [check], "passed": True})
 
 
-def matrix_run(folder, decoded=None, **options):
+def trained(blocks=1, intermediate=1536, tokens=100_059):
+    """What a matrix says of its family's heads."""
+    shape = {"layers": blocks, "intermediate": intermediate}
+    return {"head shape": shape, "trained parameters": 10_800_000 * blocks, "token budget": {"answer tokens": tokens}}
+
+
+def matrix_run(folder, decoded=None, heads=None, **options):
     columns = synthetic_records.replays(**({"prompts": 60} | options))
     write_records(folder / "replays.parquet", "replays", columns, provenance(gamma=5, margin=0.01, max_new_tokens=64))
-    write_metrics(folder, {"pair": "big / small", "decoded": decoded or {"checked": 0}})
+    write_metrics(
+        folder, {"pair": "big / small", "decoded": decoded or {"checked": 0}} | ({"trained": heads} if heads else {})
+    )
 
 
 def dual_tables(dual: float, prompts: int = 120, seeds: int = 1) -> tuple[dict, dict]:
@@ -113,8 +121,9 @@ def dual_run(folder, dual: float = -0.08, **more):
 
 def runs_of_every_kind(folder):
     """One of each, two matrices, as wide as they come: every kind of draft, two data sets, long names of methods."""
-    matrix_run(folder / "matrix", {"checked": 40, "equal": 39, "near-tie": 1, "different": 0}, prompts=40)
-    matrix_run(folder / "matrix_of_deep_heads", prompts=8, seeds=(0,), infer_alphas=(0.0, 0.3), official=False)
+    matrix_run(folder / "matrix", {"checked": 40, "equal": 39, "near-tie": 1, "different": 0}, trained(), prompts=40)
+    deep = {"heads": trained(2, 3072), "prompts": 8, "seeds": (0,), "infer_alphas": (0.0, 0.3), "official": False}
+    matrix_run(folder / "matrix_of_deep_heads", **deep)
     dual_run(folder / "dual", prompts=40)
     columns = synthetic_records.with_drafts(synthetic_records.positions(prompts=12, length=30))
     columns["dataset"] = np.where(np.arange(len(columns["signal"])) % 60 < 30, "held-out", "facts")

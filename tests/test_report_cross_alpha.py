@@ -9,15 +9,15 @@ import pytest
 import synthetic_records
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from synthetic_runs import matrix_run
+from synthetic_runs import matrix_run, trained
 
 import diagnostics.report as report
 from diagnostics import paper
 from diagnostics.cross_alpha_summary import summarise_replays
 from diagnostics.records import read_records, write_records
 from diagnostics.sections import plots_matrix
-from diagnostics.sections.cross_alpha import cross_alpha_section, headlines, matrix_table, paper_span
-from diagnostics.sections.runs import Run
+from diagnostics.sections.cross_alpha import across_section, cross_alpha_section, headlines, matrix_table, paper_span
+from diagnostics.sections.runs import Run, find_runs
 
 
 def section_of(tmp_path, decoded=None, **options):
@@ -200,3 +200,16 @@ def test_print_is_legible_on_every_colour():
         light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
         contrast = light / 0.05 if text.get_color() == "black" else 1.05 / light
         assert contrast > 3, f"{share:+.0%} in {text.get_color()}: {contrast:.1f}"
+
+
+@pytest.mark.parametrize(
+    "other, told", [({"tokens": 300_024}, "300,024 tokens"), ({"blocks": 2}, "2 blocks"), ({}, "")]
+)
+def test_what_runs_differ_in_has_a_table_of_its_own(tmp_path, other, told):
+    for index, more in enumerate(({}, other)):
+        heads = trained(**more)
+        matrix_run(tmp_path / str(index), heads=heads, prompts=20 + index, seeds=(0,), infer_alphas=(0.0, 0.3))
+    runs, _ = find_runs([str(tmp_path)])
+    tables = across_section(runs, tmp_path / "page", [(50, 0)] * 2).tables
+    assert len(tables) == (2 if told else 1)
+    assert not told or [row[0] for row in tables[1].rows] == ["0", "1"] and told in tables[1].rows[1][1]

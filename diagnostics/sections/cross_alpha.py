@@ -72,17 +72,15 @@ def across_section(runs: list[Run], page: Path, bootstraps: list[tuple[int, int]
             change = percent(entry["change"], 2, sign=True) if "change" in entry else ""
             realised = points(entry["acceptance_change"], 2, sign=True)
             ceiling = points(entry["headroom_tv"], 2)
-            name = [run.name, _where(records), heads_of(run.metrics.get("trained", {}))]
-            name += [f"{entry['infer_alpha']:g}", f"{entry['train_alpha']:g}"]
+            name = [run.name, f"{entry['infer_alpha']:g}", f"{entry['train_alpha']:g}"]
             name += [str(len(found["seeds"])), count(found["prompts"])]
             against = "" if run is runs[0] else _against(read[0], records, found, entry, *bootstraps[0])
             rows.append([*name, f"{length:.3f}", change, ceiling, realised, entry["verdict"], against])
-    headers = ["run", "pair and prompts", "heads", "alpha", "trained on", "training runs", "prompts"]
+    headers = ["run", "alpha", "trained on", "training runs", "prompts"]
     headers += ["L of train-alpha 0", "change of L", "ceiling, points", "realised, points", "verdict"]
     headers.append(f"change of L minus that of {runs[0].name}")
     caption = "Change of accepted drafts a round; ceiling and gain in points of a sampled first draft's acceptance"
-    headers, *rows = without_common([headers, *rows], ("pair and prompts", "heads"))
-    section.tables = [Table(caption, headers, rows)]
+    section.tables = [Table(caption, headers, rows), *runs_table(runs, read)]
     others = further(runs, read)
     section.speaks_for = tuple(run.name for run, _ in others)
     if others:
@@ -117,10 +115,20 @@ def short_verdict(run: Run, found: dict) -> str:
     return f"{run.name}: {listed(words) or 'nothing to compare'}"
 
 
-def without_common(lines: list[list[str]], which: tuple[str, ...]) -> list[list[str]]:
-    """A table, its headers first, without those of some columns that say the same in every row."""
-    kept = [column for column in zip(*lines, strict=True) if column[0] not in which or len(set(column[1:])) > 1]
-    return [list(line) for line in zip(*kept, strict=True)]
+def runs_table(runs: list[Run], read: list[tuple[Records, dict]]) -> list[Table]:
+    """What the runs differ in beside their verdicts, pair and prompts or heads, in a table of its own: there is no room
+    for it in a row of figures. None where they differ in neither."""
+    lines = [
+        ("run", "pair and prompts", "heads"),
+        *(
+            (run.name, _where(its), heads_of(run.metrics.get("trained", {})))
+            for run, (its, _) in zip(runs, read, strict=True)
+        ),
+    ]
+    names, *told = zip(*lines, strict=True)
+    kept = [column for column in told if len(set(column[1:])) > 1]
+    headers, *rows = (list(line) for line in zip(names, *kept, strict=True))
+    return [Table("What was measured in each run", headers, rows)] if kept else []
 
 
 def heads_of(trained: dict) -> str:
