@@ -10,11 +10,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcd_core.config import read_yaml
+from dcd_core.config import ROOT, read_yaml
 from dcd_core.errors import UserError
 from dcd_core.files import cache_dir
 
-ROOT = Path(__file__).resolve().parent.parent
 PLACES = ("python", "run", "cache", "port")
 
 

@@ -242,7 +242,7 @@ def print_matrix(found: dict) -> None:
     headers += ["verdict", "over prompts alone"]
     print(tabulate(cells, headers=headers, disable_numparse=True))
     for entry in found["verdicts"]:
-        print(entry["sentence"], entry.get("sentence_over_prompts", ""))
+        print(" ".join(entry[name] for name in ("sentence", "sentence_over_prompts") if name in entry))
 
 
 def print_checks(checks: list[dict], dtype: str) -> None:

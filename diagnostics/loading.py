@@ -5,6 +5,7 @@ import hashlib
 import re
 from pathlib import Path
 
+from dcd_core.config import ROOT
 from dcd_core.decode import Assembled, Scorer
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash, file_hash
@@ -12,7 +13,6 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair
 
-ROOT = Path(__file__).resolve().parent.parent
 _HASH = re.compile(r"-[0-9a-f]{12,}$")
 
 

@@ -56,6 +56,18 @@ def family_flags(toy: Path, output: Path, *more: str) -> list[str]:
     return flags(toy, output, f"--amateur={toy / 'amateur'}", "--amateur_feature_layers", "1", "2", "3", *more)
 
 
+def options(toy: Path, output: Path, *more: str) -> list[str]:
+    """Flags of train/eagle3.py for a run of 16 steps, evaluated on held-out texts."""
+    standard = [
+        f"--eval_tokens={toy / 'held_out.parquet'}",
+        "--epochs=2",
+        "--save_every=6",
+        "--keep=2",
+        "--log_every=1",
+    ]
+    return flags(toy, output, *standard, *more)
+
+
 def flags(toy: Path, output: Path, *more: str) -> list[str]:
     """Flags of train/eagle3.py at toy size; later ones win."""
     return [
