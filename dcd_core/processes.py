@@ -97,7 +97,11 @@ def refuse_unshared(folder: str | Path, ranks: Ranks, patience: float = SIGHT) -
     Raises:
         UserError: on every rank, naming the machines that do not see it, or saying why the first cannot write there.
     """
-    if not torch.distributed.is_initialized() or ranks.world == 1:
+    if not torch.distributed.is_initialized():
+        return
+    # those who are really there: who asks a group of one for a word from another reads back its own blank
+    world = torch.distributed.get_world_size()
+    if world == 1:
         return
     folder, made = Path(folder), []
     told = ["", ""]  # the file's name, and what kept the first rank from writing it
@@ -110,7 +114,7 @@ def refuse_unshared(folder: str | Path, ranks: Ranks, patience: float = SIGHT) -
             (folder / told[0]).touch()
         except (OSError, UserError) as error:  # told to all: a rank that raised alone would leave the others waiting
             told[1] = f"{folder} cannot be written: {error}"
-    blind: list[str | None] = [None] * ranks.world
+    blind: list[str | None] = [None] * world
     try:
         torch.distributed.broadcast_object_list(told, src=0)
         seen = bool(told[1]) or _in_sight(folder / told[0], patience)

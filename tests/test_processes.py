@@ -54,6 +54,17 @@ def test_what_keeps_the_first_from_writing_is_said_by_all(tmp_path):
         assert "cannot be written" in message and "file" in message
 
 
-def test_a_lone_process_is_not_asked(tmp_path):
-    refuse_unshared(tmp_path / "new", Ranks(0, 1, torch.device("cpu")))
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_lone_process_is_not_asked(tmp_path, trained_before, rank):
+    """Nor one that is a group by itself, as it is after training, whatever rank it plays: nobody else can tell it."""
+    mine = trained_before and not torch.distributed.is_initialized()
+    if mine:
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        refuse_unshared(tmp_path / "new", Ranks(rank, rank + 1, torch.device("cpu")), patience=0.5)
+    finally:
+        if mine:
+            torch.distributed.destroy_process_group()
     assert not (tmp_path / "new").exists()
