@@ -1,5 +1,6 @@
 """The dual-input head and the capacity of heads: where they start, unroll = decoding step, what stands on disk."""
 
+import copy
 import json
 
 import pytest
@@ -11,6 +12,8 @@ from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import load_head, load_head_config, save_head
 from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.model_identity import model_identity
+from dcd_core.models import LanguageModel
 
 TAPS = (1, 2, 3)
 CAPACITIES = ((1, None), (2, 24))
@@ -207,6 +210,23 @@ def test_the_head_of_another_amateur_is_refused(tmp_path):
         load_head(folder, expert, amateur_of("llama3"))
 
 
+def test_an_amateur_of_the_same_shape_with_other_weights_is_refused(tmp_path):
+    """A head that names its amateur is held to it, in any dtype; one that does not takes what fits."""
+    own, kind = amateur_of("llama3"), "llama3"
+    head = fresh_pair(kind)[1]
+    head.config = head.config.replace(amateur_identity=model_identity(own.model))
+    save_head(tmp_path / "head", head)
+    assert load_head(tmp_path / "head", tiny_model(kind), own).config == head.config
+    load_head(tmp_path / "head", tiny_model(kind), LanguageModel(copy.deepcopy(own.model).bfloat16(), 96, TAPS))
+    with torch.no_grad():
+        own.model.model.layers[-1].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(UserError, match="trained beside another amateur than .*other weights; give"):
+        load_head(tmp_path / "head", tiny_model(kind), own)
+    head.config = head.config.replace(amateur_identity="")
+    save_head(tmp_path / "silent", head)
+    load_head(tmp_path / "silent", tiny_model(kind), own)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -215,6 +235,8 @@ def test_the_head_of_another_amateur_is_refused(tmp_path):
         ({"amateur_input": "mirrored"}, "amateur_input one of dual, amateur_zeroed, amateur_shuffled"),
         ({"alpha": 1}, "it holds kind, amateur_hidden_size"),
         ({"kind": "eagle3", "amateur_input": "amateur_zeroed"}, "reads no amateur, and says of one: amateur_zeroed"),
+        ({"amateur_identity": 7}, "cannot know its amateur by 7"),
+        ({"kind": "eagle3", "amateur_identity": "a7"}, "head of kind eagle3 cannot know its amateur by 'a7'"),
         ({"kind": "eagle3"}, "kind eagle3 cannot read an amateur of these shapes"),
         ({"amateur_feature_layers": [1, 1, 2]}, "kind dual_input cannot read an amateur of these shapes"),
         ({"amateur_hidden_size": 0}, "kind dual_input cannot read an amateur of these shapes"),

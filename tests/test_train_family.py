@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_model
@@ -16,6 +17,8 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import load_head
 from dcd_core.heads.family import Family
+from dcd_core.heads.training_prompts import hash_prompts, read_training_prompts
+from dcd_core.model_identity import model_identity
 from dcd_core.models import LanguageModel, load_model
 from train.batches import Texts
 from train.online_expert import HeadStep
@@ -131,10 +134,17 @@ def test_what_heads_say_of_themselves(toy, finished, tmp_path):
     said = head.config
     assert (head.kind, said.aligned_with, said.train_alpha) == ("dual_input", "contrast", 0.5)
     assert said.amateur_feature_layers == (1, 2, 3)
+    assert said.amateur_identity == model_identity(amateur.model)
+    other = load_model(str(toy / "expert"), device="cpu", feature_layers=(1, 2, 3))
+    with pytest.raises(UserError, match="trained beside another amateur than"):
+        load_head(finished / "heads" / "alpha_0.5_seed_1", expert, other)
+    read = hash_prompts([sample.input_ids[: sample.answer_spans[0][0]] for sample in toy_samples(30)])
+    assert np.array_equal(read_training_prompts(finished / "heads" / "alpha_0.5_seed_1"), read)
     dual_drafter.main(options(toy, tmp_path / "dual", "--max_steps=3"))
     for name, alpha in (("expert", 0.0), ("amateur", None)):
         said = load_head(tmp_path / "dual" / "heads" / f"{name}_seed_0", expert).config
         assert (said.kind, said.aligned_with, said.train_alpha) == ("eagle3", name, alpha)
+        assert not said.amateur_identity, "it reads none"
 
 
 def test_depth_and_width_are_the_heads(toy, tmp_path):

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, UInt64
 from torch import Tensor
 
 from data_prep.token_files import Sample, read_tokens
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash, file_hash
+from dcd_core.heads.training_prompts import hash_prompts
 
 BUCKET = 16
 """Global batches whose texts are sorted by length together: less padding, still a shuffled order."""
@@ -102,6 +103,11 @@ class Texts:
     @property
     def answer_tokens(self) -> int:
         return sum(end - start for sample in self.samples for start, end in sample.answer_spans)
+
+    @cached_property
+    def prompt_hashes(self) -> UInt64[np.ndarray, " prompt"]:
+        """What a head that read these texts keeps of their first prompts."""
+        return hash_prompts(sample.input_ids[: sample.answer_spans[0][0]] for sample in self.samples)
 
     def describe(self) -> str:
         """One line of counts."""

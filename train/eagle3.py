@@ -17,11 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from jaxtyping import UInt64
 
 from dcd_core.config import finish_run, parse_config, run_entry
-from dcd_core.heads.checkpoint import load_head, save_head
+from dcd_core.heads.checkpoint import load_head, locate, save_head
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.heads.training_prompts import read_training_prompts
 from dcd_core.models import Pair
 from train.batches import Texts
 from train.head_run import (
@@ -79,11 +82,14 @@ def main(argv: list[str] | None = None) -> int:
     modules = {"": trained_module(config, head, stream, ranks)}
     folder = Path(config.output)
     heads = folder / "heads"
-    snapshots = {stream.first_step_with(size): keep_head(heads / str(size), ranks) for size in config.snapshots}
+    prompts = trained_prompts(config, texts)
+    snapshots = {
+        stream.first_step_with(size): keep_head(heads / str(size), ranks, prompts) for size in config.snapshots
+    }
     [member] = fit(modules, stream, step, config, ranks, depends_on, argv, evaluate, snapshots)
     trained = copy_module(member.engine).head
     if ranks.first:
-        save_head(folder / "head", trained)
+        save_head(folder / "head", trained, prompts)
         found = {**summary(texts, member.history), "draft_vocab_coverage": coverage(texts, head.t2d)}
         finish_run(folder, found)
         print(head_result(folder / "head", found), flush=True)
@@ -91,14 +97,20 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def keep_head(path: Path, ranks: Ranks) -> Callable[[list], None]:
+def trained_prompts(config: Config, texts: Texts) -> UInt64[np.ndarray, " prompt"]:
+    """Hashes of the prompts that the head has read at its end, those of the head it starts from included."""
+    before = read_training_prompts(locate(config.head_init)) if config.head_init else None
+    return texts.prompt_hashes if before is None else np.union1d(texts.prompt_hashes, before)
+
+
+def keep_head(path: Path, ranks: Ranks, prompts: UInt64[np.ndarray, " prompt"]) -> Callable[[list], None]:
     """Writes the head as it is at the moment, for all ranks to call together."""
 
     def keep(engines: list) -> None:
         head = copy_module(engines[0]).head
         if ranks.first:
             path.parent.mkdir(exist_ok=True)
-            save_head(path, head)
+            save_head(path, head, prompts)
 
     return keep
 

@@ -108,7 +108,8 @@ class FamilyRun:
         aligned = {None: "amateur", 0.0: "expert"}.get(plan.aim.alpha, "contrast")
         declared = {"aligned_with": aligned, "train_alpha": plan.aim.alpha}
         reads = plan.input != "expert_only"
-        declared |= {"amateur_input": plan.input} if reads else {}
+        if reads:
+            declared |= {"amateur_input": plan.input, "amateur_identity": self.identity["amateur weights"]}
         return fresh_head(self.config, self.pair, self.vocabulary, None, plan.seed, reads, **declared)
 
     def train(self, plans: list[Planned], part: str, argv: list[str] | None) -> tuple[list[FamilyMember], dict]:
@@ -140,7 +141,7 @@ class FamilyRun:
         weights = ""
         if self.ranks.first:  # who writes the manifest too
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_head(path, head)
+            save_head(path, head, self.texts.prompt_hashes)
             weights = file_hash(path / "model.safetensors")
         return FamilyMember(plan.aim.alpha, plan.seed, plan.input, path, fixed, weights, self.config.seed)
 

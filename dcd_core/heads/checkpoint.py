@@ -19,7 +19,9 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import torch
+from jaxtyping import UInt64
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,10 +31,20 @@ from dcd_core.files import atomic_path
 from dcd_core.heads.dual_input import HEADS, make_head
 from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head, check_maps
 from dcd_core.heads.rope import FORMAT_THETA, read_rope, write_rope
+from dcd_core.heads.training_prompts import PROMPTS, write_training_prompts
+from dcd_core.model_identity import model_identity
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 OWN_KEY = "dcd"
-OWN_FIELDS = ("kind", "amateur_hidden_size", "amateur_feature_layers", "amateur_input", "aligned_with", "train_alpha")
+OWN_FIELDS = (
+    "kind",
+    "amateur_hidden_size",
+    "amateur_feature_layers",
+    "amateur_input",
+    "amateur_identity",
+    "aligned_with",
+    "train_alpha",
+)
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "dual_input": "DualInputEagle3"}
 ALIGNED = ("expert", "amateur", "contrast")
 AMATEUR_INPUTS = ("dual", "amateur_zeroed", "amateur_shuffled")
@@ -144,6 +156,9 @@ def own_fields(fields: dict, where: str) -> dict:
         )
     if found.get("amateur_feature_layers"):
         taps = found["amateur_feature_layers"] = tuple(found["amateur_feature_layers"])
+    known = found.get("amateur_identity", "")
+    if not isinstance(known, str) or (kind == "eagle3" and known):
+        raise UserError(f"{where}: a head of kind {kind} cannot know its amateur by {known!r}")
     if kind == "eagle3" and given != "dual":
         raise UserError(f"{where}: a head of kind {kind} reads no amateur, and says of one: {given}")
     if (kind == "dual_input") != bool(taps and len(set(taps)) == 3 and found.get("amateur_hidden_size")):
@@ -151,14 +166,22 @@ def own_fields(fields: dict, where: str) -> dict:
     return found
 
 
-def save_head(folder: str | Path, head: Eagle3Head) -> None:
-    """Write a head in the SafeAILab / SGLang layout; the folder appears whole or not at all."""
+def save_head(
+    folder: str | Path, head: Eagle3Head, training_prompts: UInt64[np.ndarray, " prompt"] | None = None
+) -> None:
+    """Write a head in the SafeAILab / SGLang layout; the folder appears whole or not at all.
+
+    Args:
+        training_prompts: hashes of what it was trained on (:mod:`dcd_core.heads.training_prompts`), if that is known.
+    """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     fields = config_to_json(head.config, tensors["fc.weight"].dtype)
     with atomic_path(folder) as temporary:
         temporary.mkdir()
         (temporary / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        if training_prompts is not None:
+            write_training_prompts(temporary, training_prompts)
 
 
 def load_head_config(folder: str | Path) -> Eagle3Config:
@@ -244,7 +267,7 @@ def check_expert(config: Eagle3Config, expert, stated_rope: tuple[float | None, 
 
 
 def check_amateur(config: Eagle3Config, expert, amateur, where: str) -> None:
-    """Refuse a head that reads another amateur; heads that read none fit any.
+    """Refuse a head that reads another amateur, even one of the same shape; heads that read none fit any.
 
     Raises:
         UserError: no amateur where one is read, or naming every field that differs.
@@ -261,6 +284,11 @@ def check_amateur(config: Eagle3Config, expert, amateur, where: str) -> None:
     different = [f"{name} {mine} (amateur: {its})" for name, mine, its in pairs if mine != its]
     if different:
         raise UserError(f"{where} reads another amateur than {amateur.name}: {'; '.join(different)}")
+    if config.amateur_identity and config.amateur_identity != model_identity(amateur.model):
+        raise UserError(
+            f"{where} was trained beside another amateur than {amateur.name}, of the same shape but with other "
+            "weights; give the amateur that it was trained with"
+        )
 
 
 def refuse_shuffled(config: Eagle3Config, where: str) -> None:
@@ -334,7 +362,7 @@ def locate(folder: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(folder), allow_patterns=["config.json", "*.safetensors", "*.bin"]))
+        return Path(snapshot_download(str(folder), allow_patterns=["config.json", "*.safetensors", "*.bin", PROMPTS]))
     except Exception as error:
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"no head at {folder}: not a local folder, and the hub says: {text}") from error
