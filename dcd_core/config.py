@@ -24,7 +24,7 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from dcd_core.errors import UserError
-from dcd_core.files import TEMPORARY, check_output_folder, write_json_atomic, write_text_atomic
+from dcd_core.files import TEMPORARY, check_output_folder, file_hash, write_json_atomic, write_text_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 Settings = TypeVar("Settings")
@@ -179,8 +179,12 @@ def save_run(folder: str | Path, config: Any, argv: list[str] | None = None, ove
 
 
 def finish_run(folder: str | Path, metrics: dict) -> None:
-    """End a run: write metrics.json, which marks it as finished. Raises UserError if a number in it is not finite."""
-    write_json_atomic(Path(folder) / "metrics.json", metrics)
+    """End a run: write metrics.json, which marks it as finished. Raises UserError if a number in it is not finite.
+
+    Under `records` it also names the hash of every table in the folder: these are what was summed.
+    """
+    records = {path.name: file_hash(path) for path in sorted(Path(folder).glob("*.parquet"))}
+    write_json_atomic(Path(folder) / "metrics.json", metrics | ({"records": records} if records else {}))
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ import yaml
 from dcd_core import config
 from dcd_core.config import ROOT, finish_run, parse_config, refuse_taken, run_entry, save_run
 from dcd_core.errors import UserError
-from dcd_core.files import TEMPORARY
+from dcd_core.files import TEMPORARY, file_hash
 
 
 @dataclass
@@ -206,6 +206,10 @@ def test_a_run_records_what_made_it(tmp_path):
     assert (folder / "git_sha.txt").read_text().strip()
     finish_run(folder, {"loss": 1.5})
     assert json.loads((folder / "metrics.json").read_text()) == {"loss": 1.5}
+    (folder / "rows.parquet").write_bytes(b"rows")
+    finish_run(folder, {"loss": 1.5})
+    found = json.loads((folder / "metrics.json").read_text())
+    assert found == {"loss": 1.5, "records": {"rows.parquet": file_hash(folder / "rows.parquet")}}
 
 
 def test_a_finished_run_is_not_redone(tmp_path):

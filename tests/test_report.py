@@ -1,5 +1,6 @@
 """The page is whole, says what the records say (the unwelcome too), and refuses what it cannot trust."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -19,6 +20,7 @@ from synthetic_runs import (
 )
 
 import diagnostics.report as entry
+from dcd_core.config import finish_run
 from dcd_core.errors import UserError
 from diagnostics.wording import listed, percent, plain, points
 
@@ -128,6 +130,20 @@ def test_a_copy_and_a_run_without_its_records_are_left_out_and_said(tmp_path):
     assert "second: a copy of" in text and "third: replays.parquet is missing" in text
     (tmp_path / "runs" / "third" / "command.txt").write_text("train/cross_alpha.py --output runs/third\n")
     assert "third" not in text_of(make(tmp_path)), "a family's training writes none"
+
+
+def test_metrics_of_other_records_are_refused(tmp_path):
+    """Half of one run beside half of another would be shown as one."""
+    folder, other = tmp_path / "runs" / "matrix", tmp_path / "other"
+    matrix_run(folder)
+    matrix_run(other, prompts=61)
+    finish_run(folder, json.loads((folder / "metrics.json").read_text()))
+    make(tmp_path)
+    shutil.copy(other / "replays.parquet", folder)
+    with pytest.raises(UserError, match="matrix mixes two runs: .* not made from the replays.parquet"):
+        make(tmp_path)
+    shutil.copy(other / "metrics.json", folder)  # made before metrics said of what
+    make(tmp_path)
 
 
 def test_intervals_are_those_of_the_run_unless_others_are_asked_for(tmp_path):

@@ -216,6 +216,16 @@ def _folders(root: Path) -> list[Path]:
     return found
 
 
+def _refuse_other_records(folder: Path, known: dict[str, str]) -> None:
+    """The tables beside metrics.json must be those that it was summed from (older ones do not say)."""
+    for name, digest in known.items():
+        if (folder / name).is_file() and file_hash(folder / name) != digest:
+            raise UserError(
+                f"{folder} mixes two runs: its metrics.json was not made from the {name} beside it; restore both, or "
+                "leave this run out"
+            )
+
+
 def _read(folder: Path, mark: str) -> Run | None:
     path = folder / "metrics.json"
     try:
@@ -228,6 +238,7 @@ def _read(folder: Path, mark: str) -> Run | None:
     kind = mark or next((kind for name, kind in told.items() if name in metrics), "")
     if not kind:
         return None
+    _refuse_other_records(folder, metrics.get("records", {}))
     texts = {
         name: (folder / name).read_text(encoding="utf-8").strip() for name in PROVENANCE if (folder / name).is_file()
     }
