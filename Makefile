@@ -62,7 +62,7 @@ $(STAMP_MIN): $(STAMP)
 test: test-newest test-oldest ## all tests, then cache, models and generation on the oldest supported transformers
 
 test-newest: $(STAMP)
-	$(RUN) -m pytest -q -n $(TEST_JOBS)
+	$(RUN) -m pytest -q -n $(TEST_JOBS) --dist loadgroup
 
 test-oldest: $(STAMP_MIN)
 	$(VENV_MIN)/bin/python -c 'import transformers; print("transformers", transformers.__version__)'

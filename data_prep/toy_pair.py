@@ -25,6 +25,7 @@ from data_prep.toy_language import FIRST_WORD, IDS, STOP, ToyLanguage, text_of, 
 from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
 from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
+from dcd_core.errors import UserError
 from dcd_core.files import atomic_path, write_text_atomic
 from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair
@@ -65,13 +66,13 @@ def main(argv: list[str] | None = None) -> int:
         models[name] = learn(language, width, steps, config.seed + place, name)
         losses[name] = answer_loss(models[name], language, config.seed)
         save_model(folder / name, models[name])
-    generator = np.random.default_rng([config.seed, 1])
+    generator, asked = np.random.default_rng([config.seed, 1]), set()
     for name, count in (("train", config.texts), ("held_out", config.held_out)):
-        samples = own_answers(models["expert"], questions(language, count, generator), name, config)
+        samples = own_answers(models["expert"], questions(language, count, generator, asked), name, config)
         write_tokens(folder / f"{name}.parquet", samples, {})
     lines = [
         json.dumps({"id": f"toy-{place}", "messages": [{"role": "user", "content": text_of(words)}], "source": "toy"})
-        for place, words in enumerate(questions(language, config.prompts, generator))
+        for place, words in enumerate(questions(language, config.prompts, generator, asked))
     ]
     write_text_atomic(folder / "prompts.jsonl", "\n".join(lines) + "\n")
     finish_run(folder, {"nats_per_answer_token": losses})
@@ -128,11 +129,22 @@ def answer_loss(model: LlamaForCausalLM, language: ToyLanguage, seed: int) -> fl
     return model(input_ids=ids, labels=labels).loss.item()
 
 
-def questions(language: ToyLanguage, count: int, generator: np.random.Generator) -> list[np.ndarray]:
-    """Questions of several lengths, as words."""
-    lengths = generator.integers(*QUESTION, size=count)
-    words = language.conversations(count, QUESTION[1], 0, generator)
-    return [row[:length] for row, length in zip(words, lengths, strict=True)]
+def questions(
+    language: ToyLanguage, count: int, generator: np.random.Generator, asked: set[tuple[int, ...]]
+) -> list[np.ndarray]:
+    """Questions of several lengths, as words, and none of those `asked` before, to which they are added."""
+    found, drawn, most = [], 0, 100 * count + 1000
+    while len(found) < count:
+        lengths = generator.integers(*QUESTION, size=count)
+        words = language.conversations(count, QUESTION[1], 0, generator)
+        for row, length in zip(words, lengths, strict=True):
+            if len(found) < count and tuple(row[:length]) not in asked:
+                asked.add(tuple(row[:length]))
+                found.append(row[:length])
+        drawn += count
+        if drawn > most:
+            raise UserError(f"the toy language has too few questions for {len(asked)} different ones; ask for fewer")
+    return found
 
 
 def own_answers(model: LlamaForCausalLM, asked: list[np.ndarray], name: str, config: Config) -> list[Sample]:

@@ -181,7 +181,7 @@ def save_run(folder: str | Path, config: Any, argv: list[str] | None = None, ove
 def finish_run(folder: str | Path, metrics: dict) -> None:
     """End a run: write metrics.json, which marks it as finished. Raises UserError if a number in it is not finite.
 
-    Under `records` it also names the hash of every table in the folder: these are what was summed.
+    Under `records` it also names the hash of every table that the folder holds now: a reader knows them again.
     """
     records = {path.name: file_hash(path) for path in sorted(Path(folder).glob("*.parquet"))}
     write_json_atomic(Path(folder) / "metrics.json", metrics | ({"records": records} if records else {}))

@@ -45,8 +45,9 @@ from transformers.generation import (
 from dcd_core.api import METHOD, make_settings, refuse_missing
 from dcd_core.decode import Assembled, Generation, Prompt, Settings, check_prompt, decode, stream
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import check_expert, fitting_config, load_head, load_head_config
+from dcd_core.heads.checkpoint import fitting_config, load_head, load_head_config
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.heads.fitting import check_expert
 from dcd_core.loading import check_draft_vocabulary, check_taps
 from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair, id_table, load_model, load_tokenizer, shared_vocabulary

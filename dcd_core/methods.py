@@ -16,8 +16,8 @@ from dcd_core.drafters.lm import LanguageModelDrafter
 from dcd_core.drafters.ngram import NgramDrafter
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import check_amateur, refuse_shuffled
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.heads.fitting import check_amateur, refuse_shuffled
 from dcd_core.models import LanguageModel, Pair
 
 

@@ -25,7 +25,7 @@ from dcd_core.loading import load_models
 from dcd_core.models import Pair
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, replay
-from diagnostics.loading import inputs_key, refuse_dual_input, refuse_trained_on
+from diagnostics.loading import inputs_key, refuse_dual_input
 from diagnostics.parts import Parts, at_every_alpha
 from diagnostics.resampling import paired_difference, ratio_of_sums
 from diagnostics.rollouts import RolloutFlags, Rollouts
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts, stops = read_prompts(
         config.prompts, config.expert, config.limit, **template_arguments(config.template_args)
     )
-    refuse_trained_on(prompts, config.heads, config.prompts)
+    prompts = config.unread(prompts, config.heads, config.prompts)
     pair, heads = load_heads(config)
     texts = config.texts(pair, stops)
     parts = Parts(config.output, result_settings(config), config.overwrite)

@@ -31,17 +31,18 @@ from dcd_core.prompts import read_prompts
 from diagnostics.agreement import TIE
 from diagnostics.contest import Contest, Entry, agreement_counts, arms, refuse_lazy, round_columns, run_contest
 from diagnostics.latency import time_passes
-from diagnostics.loading import inputs_key, refuse_trained_on, short_name
+from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts
 from diagnostics.prediction import with_predictions
 from diagnostics.records import read_records, write_records
 from diagnostics.round_summary import summarise_rounds
+from diagnostics.unread import UnreadFlags
 
 SHORTFALL = 0.9  # a method that measures below this part of its prediction is pointed out
 
 
 @dataclass
-class Config(LoopFlags):
+class Config(UnreadFlags, LoopFlags):
     """Settings of the benchmark (those of the loop come first)."""
 
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
-    refuse_trained_on(prompts, [config.head, config.amateur_head], config.prompts)
+    prompts = config.unread(prompts, [config.head, config.amateur_head], config.prompts)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     lm = load_scorer(config.lm, pair) if config.lm else None
     heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}

@@ -45,10 +45,11 @@ from diagnostics.calibration import (
 from diagnostics.latency import time_passes
 from diagnostics.loading import inputs_key, refuse_dual_input
 from diagnostics.parts import Parts, at_every_alpha
+from diagnostics.unread import UnreadFlags
 
 
 @dataclass
-class Config:
+class Config(UnreadFlags):
     """Settings of the calibration."""
 
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
@@ -79,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
+    prompts = config.unread(prompts, [config.head], config.prompts)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     refuse_dual_input(head, config.head)
     parts = Parts(config.output, result_settings(config), config.overwrite)

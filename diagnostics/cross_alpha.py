@@ -32,7 +32,7 @@ from dcd_core.processes import join
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import replay
 from diagnostics.cross_alpha_summary import FAMILY, summarise_replays
-from diagnostics.loading import inputs_key, refuse_trained_on, short_name
+from diagnostics.loading import inputs_key, short_name
 from diagnostics.members import Member, Place, find_places, load_members, read_amateur
 from diagnostics.parts import at_every_alpha, begin
 from diagnostics.records import read_records, write_records
@@ -90,10 +90,10 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
+    places = find_places(config.family, config.controls)
+    prompts = config.unread(prompts, [place.path for place in places], config.prompts)
     if config.decode > len(prompts):
         raise UserError(f"--decode {config.decode} asks for more prompts than the {len(prompts)} there are; lower it")
-    places = find_places(config.family, config.controls)
-    refuse_trained_on(prompts, [place.path for place in places], config.prompts)
     ranks = join(config.device)
     pair, members = load_members(config.expert, config.amateur, places, config.dtype, str(ranks.device))
     parts, folder = begin(config, argv, result_settings(config, places), ranks)

@@ -30,7 +30,7 @@ from dcd_core.processes import Ranks, join
 from diagnostics.dual_replay import replay_all
 from diagnostics.dual_summary import COLUMNS, summarise_dual, table6
 from diagnostics.histories import History, Study, load_tapped, merged, refuse_roles
-from diagnostics.loading import inputs_key, refuse_trained_on, short_name
+from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts, at_every_alpha, begin
 from diagnostics.records import read_records, write_records
 from diagnostics.rollouts import Rollouts
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     prompts, stops = config.read_prompts()
     members = find_members(config)
-    refuse_trained_on(sum(prompts.values(), []), [path for _, *paths in members for path in paths], config.prompts)
+    prompts = config.unread_sets(prompts, [path for _, *paths in members for path in paths])
     ranks = join(config.device)
     studies = load_studies(config, members, str(ranks.device))
     parts, folder = begin(config, argv, result_settings(config, members), ranks)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import load_head_config, refuse_shuffled
+from dcd_core.heads.checkpoint import load_head_config
 from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head
+from dcd_core.heads.fitting import refuse_shuffled
 from dcd_core.loading import check_taps, head_for
 from dcd_core.models import LanguageModel, Pair, load_config, load_pair, load_scorer
 from diagnostics.position_quantities import Proposal, position_quantities

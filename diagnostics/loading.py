@@ -3,16 +3,13 @@
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dcd_core.config import ROOT
-from dcd_core.decode import Assembled, Prompt, Scorer
+from dcd_core.decode import Assembled, Scorer
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash, file_hash
-from dcd_core.heads.checkpoint import locate
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.heads.training_prompts import read_training_prompts, trained_on
 from dcd_core.methods import assemble
 from dcd_core.models import LanguageModel, Pair
 
@@ -52,27 +49,6 @@ def refuse_dual_input(head: Eagle3Head | None, name: str) -> None:
             f"{name} is a dual-input head, and this measurement gives a head the expert's features alone; "
             "diagnostics/cross_alpha.py measures heads that read both models"
         )
-
-
-def refuse_trained_on(prompts: Sequence[Prompt], heads: Iterable[str], where: str | Sequence[str]) -> None:
-    """For measurements of how well heads draft: on the prompts that a head was trained on it remembers.
-
-    Args:
-        heads: folders or hub ids; empty names, and heads that do not say what they were trained on, pass.
-        where: the prompts' files.
-    Raises:
-        UserError: how many of them a head has read, with the first.
-    """
-    for head in dict.fromkeys(filter(None, heads)):
-        hashes = read_training_prompts(locate(head))
-        known = [] if hashes is None else trained_on(prompts, hashes)
-        if known:
-            files = where if isinstance(where, str) else ", ".join(where)
-            raise UserError(
-                f"{head} was trained on {len(known)} of the {len(prompts)} prompts in {files} (the first: "
-                f"'{known[0]}'), and may remember what it drafts there; give others: data_prep/conversations.py "
-                "--without FILE leaves out the conversations of a file"
-            )
 
 
 def code_key(*places: str, root: Path = ROOT) -> str:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import load_head_config, refuse_shuffled
+from dcd_core.heads.checkpoint import load_head_config
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.family import MANIFEST, READS_AMATEUR, Family
+from dcd_core.heads.fitting import refuse_shuffled
 from dcd_core.loading import head_for, load_models
 from dcd_core.models import Pair
 from dcd_core.replay import Rollout

@@ -24,7 +24,8 @@ class Parts:
         self.key = content_hash(settings)
         if overwrite:
             self.remove()
-        for path in self.folder.glob("*.json"):
+        # one that another rank is writing has a temporary name, which begins with a dot
+        for path in self.folder.glob("[!.]*.json"):
             if self._read(path)["key"] != self.key:
                 raise UserError(
                     f"{self.folder} holds unfinished work with other settings or inputs; give --overwrite to start "

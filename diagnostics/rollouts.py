@@ -24,6 +24,7 @@ from dcd_core.methods import assemble
 from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair
 from diagnostics.loading import code_key, fingerprint
+from diagnostics.unread import UnreadFlags
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Rollouts:
 
 
 @dataclass(kw_only=True)
-class RolloutFlags:
+class RolloutFlags(UnreadFlags):
     """Settings of every study over these texts, to be inherited by a script's dataclass."""
 
     output: str = field(metadata={"help": "folder for the records"})

@@ -26,7 +26,7 @@ from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.processes import Ranks, join
 from diagnostics.histories import History, Study, load_study, merged
-from diagnostics.loading import inputs_key, refuse_trained_on, short_name
+from diagnostics.loading import inputs_key, short_name
 from diagnostics.parts import Parts, at_every_alpha, begin
 from diagnostics.position_summary import KINDS, summarise_by_alpha
 from diagnostics.records import read_records, write_records
@@ -61,9 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
     refuse_taken(config.output, config.overwrite)
     prompts, stops = config.read_prompts()
-    refuse_trained_on(
-        sum(prompts.values(), []), [config.head, config.amateur_head, *config.direct_head], config.prompts
-    )
+    prompts = config.unread_sets(prompts, [config.head, config.amateur_head, *config.direct_head])
     ranks = join(config.device)
     study = load_study(
         config.expert,

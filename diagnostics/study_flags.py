@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcd_core.chat import template_arguments
@@ -42,6 +43,11 @@ class StudyFlags(RolloutFlags):
         if len(self.dataset) != len(self.prompts) or len(set(self.dataset)) < len(self.dataset):
             raise ValueError(f"--dataset must name each file of --prompts once, got {self.dataset}")
         refuse_below(self, batch=1)
+
+    def unread_sets(self, sets: dict[str, list[Prompt]], heads: Sequence[str]) -> dict[str, list[Prompt]]:
+        """Of every data set the prompts that no head was trained on. Raises UserError, see `UnreadFlags.unread`."""
+        files = zip(sets.items(), self.prompts, strict=True)
+        return {name: self.unread(prompts, heads, path) for (name, prompts), path in files}
 
     def read_prompts(self) -> tuple[dict[str, list[Prompt]], tuple[int, ...]]:
         """The prompts by data set, and the ids that end an answer. Raises UserError, see `dcd_core.prompts`."""

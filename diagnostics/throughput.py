@@ -26,14 +26,15 @@ from dcd_core.methods import assemble
 from dcd_core.progress import Bar
 from dcd_core.prompts import read_prompts
 from diagnostics.contest import WITHOUT_LM, Entry, refuse_lazy, refuse_lm
-from diagnostics.loading import inputs_key, refuse_trained_on
+from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts
+from diagnostics.unread import UnreadFlags
 
 BASELINE = "cd"
 
 
 @dataclass
-class Config(LoopFlags):
+class Config(UnreadFlags, LoopFlags):
     """Settings of the measurement (those of the loop come first)."""
 
     expert: str = field(metadata={"help": "expert: model folder or hub id"})
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
-    refuse_trained_on(prompts, [config.head, config.amateur_head], config.prompts)
+    prompts = config.unread(prompts, [config.head, config.amateur_head], config.prompts)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}
     methods = {label: assemble(Entry.parse(label).method, pair, **heads) for label in config.methods}

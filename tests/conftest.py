@@ -2,12 +2,18 @@
 
 import dcd_core.environment  # noqa: F401  (first: OpenMP reads its variables once)
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"  # also for the processes that tests start
+# transformers copies custom code there, and does not expect another worker of the tests to read it meanwhile
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="dcd-tests-")
 
 import torch
 from jaxtyping import install_import_hook
 
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 torch.set_num_threads(1)
 install_import_hook("dcd_core", "shapes.check")

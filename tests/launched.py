@@ -1,14 +1,18 @@
 """Scripts behind the real deepspeed launcher."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from toy_training import GROUP
 
 from dcd_core.processes import free_port
 
+STALE = 600
+"""Seconds that no compilation takes."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -19,13 +23,31 @@ def launch(*command: str) -> str:
     path = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators=2"]
-    done = subprocess.run(
+    environment.setdefault("TORCH_EXTENSIONS_DIR", str(compiled()))
+    process = subprocess.Popen(
         [*launcher, f"--master_port={free_port()}", *command],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    try:
+        out, errors = process.communicate(timeout=1200)
+    finally:
+        if process.poll() is None:  # the ranks with it, or they would slow down all that follows
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, out + errors
+    return out
+
+
+def compiled() -> Path:
+    """Where DeepSpeed's compiled parts lie. A rank that was killed while it compiled left a lock there, for which all
+    others would wait without end."""
+    folder = ROOT / "build" / "torch_extensions"
+    folder.mkdir(parents=True, exist_ok=True)
+    for lock in folder.glob("**/lock"):
+        if time.time() - lock.stat().st_mtime > STALE:
+            lock.unlink(missing_ok=True)
+    return folder

@@ -160,7 +160,8 @@ def test_wrong_files_are_refused(file, text, complaint):
     assert complaint.format(file=flags[1]) in str(refusal.value)
 
 
-def test_help_shows_text_defaults_and_percent_signs(capsys):
+def test_help_shows_text_defaults_and_percent_signs(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # argparse wraps to it
     with pytest.raises(SystemExit) as stop:
         parse_config(Config, ["--help"], description="What it does.\n\n    an example")
     shown = capsys.readouterr().out

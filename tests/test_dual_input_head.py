@@ -218,13 +218,26 @@ def test_an_amateur_of_the_same_shape_with_other_weights_is_refused(tmp_path):
     save_head(tmp_path / "head", head)
     assert load_head(tmp_path / "head", tiny_model(kind), own).config == head.config
     load_head(tmp_path / "head", tiny_model(kind), LanguageModel(copy.deepcopy(own.model).bfloat16(), 96, TAPS))
+    load_head(tmp_path / "head", tiny_model(kind), LanguageModel(copy.deepcopy(own.model).half(), 96, TAPS))
     with torch.no_grad():
         own.model.model.layers[-1].mlp.up_proj.weight[0, 0] += 1
-    with pytest.raises(UserError, match="trained beside another amateur than .*other weights; give"):
+    with pytest.raises(UserError, match="trained beside another amateur than .*weights or settings.*; give"):
         load_head(tmp_path / "head", tiny_model(kind), own)
     head.config = head.config.replace(amateur_identity="")
     save_head(tmp_path / "silent", head)
     load_head(tmp_path / "silent", tiny_model(kind), own)
+
+
+def test_a_head_that_imitates_another_amateur_is_refused(tmp_path):
+    """It reads the expert only, but its targets were made of an amateur. Without one at hand nothing can be said."""
+    own, kind = amateur_of("llama3"), "llama3"
+    for role in ("amateur", "contrast"):
+        head = Eagle3Head.from_expert(tiny_config(kind), aligned_with=role, amateur_identity=model_identity(own.model))
+        save_head(tmp_path / role, head)
+        load_head(tmp_path / role, tiny_model(kind))
+        load_head(tmp_path / role, tiny_model(kind), own)
+        with pytest.raises(UserError, match=f"{role} was trained beside another amateur than"):
+            load_head(tmp_path / role, tiny_model(kind), tiny_model(kind, seed=5))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +248,11 @@ def test_an_amateur_of_the_same_shape_with_other_weights_is_refused(tmp_path):
         ({"amateur_input": "mirrored"}, "amateur_input one of dual, amateur_zeroed, amateur_shuffled"),
         ({"alpha": 1}, "it holds kind, amateur_hidden_size"),
         ({"kind": "eagle3", "amateur_input": "amateur_zeroed"}, "reads no amateur, and says of one: amateur_zeroed"),
-        ({"amateur_identity": 7}, "cannot know its amateur by 7"),
-        ({"kind": "eagle3", "amateur_identity": "a7"}, "head of kind eagle3 cannot know its amateur by 'a7'"),
+        ({"amateur_identity": 7}, "knows no amateur by 7"),
+        (
+            {"kind": "eagle3", "amateur_identity": "a7"},
+            "aligned with the expert, knows no amateur by 'a7'",
+        ),
         ({"kind": "eagle3"}, "kind eagle3 cannot read an amateur of these shapes"),
         ({"amateur_feature_layers": [1, 1, 2]}, "kind dual_input cannot read an amateur of these shapes"),
         ({"amateur_hidden_size": 0}, "kind dual_input cannot read an amateur of these shapes"),

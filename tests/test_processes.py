@@ -26,12 +26,19 @@ def both(*folders) -> list[str]:
     """What two processes say, each with a folder of its own."""
     context = multiprocessing.get_context("spawn")
     answers, port = context.Queue(), free_port()
-    started = [context.Process(target=one_rank, args=(i, port, str(path), answers)) for i, path in enumerate(folders)]
-    for process in started:
-        process.start()
-    found = dict(answers.get(timeout=120) for _ in started)
-    for process in started:
-        process.join()
+    started = [
+        context.Process(target=one_rank, args=(i, port, str(path), answers), daemon=True)
+        for i, path in enumerate(folders)
+    ]
+    try:
+        for process in started:
+            process.start()
+        found = dict(answers.get(timeout=600) for _ in started)
+        for process in started:
+            process.join()
+    finally:
+        for process in started:  # one that waits for a partner which never came
+            process.kill()
     return [found[0], found[1]]
 
 

@@ -140,10 +140,24 @@ def test_metrics_of_other_records_are_refused(tmp_path):
     finish_run(folder, json.loads((folder / "metrics.json").read_text()))
     make(tmp_path)
     shutil.copy(other / "replays.parquet", folder)
-    with pytest.raises(UserError, match="matrix mixes two runs: .* not made from the replays.parquet"):
+    with pytest.raises(UserError, match="matrix mixes two runs: .* not made with the replays.parquet"):
         make(tmp_path)
     shutil.copy(other / "metrics.json", folder)  # made before metrics said of what
     make(tmp_path)
+    finish_run(folder, json.loads((folder / "metrics.json").read_text()))
+    benchmark_run(other)
+    shutil.copy(other / "rounds.parquet", folder)  # a table that is none of its own
+    with pytest.raises(UserError, match="matrix mixes two runs: .* not made with the rounds.parquet"):
+        make(tmp_path)
+    (folder / "rounds.parquet").unlink()
+    (folder / "replays.parquet").unlink()
+    head_run(tmp_path / "runs" / "head")
+    assert "matrix: replays.parquet is missing" in text_of(make(tmp_path))
+    benchmark_run(folder)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    (folder / "metrics.json").write_text(json.dumps(metrics | {"records": ["rounds.parquet"]}))
+    with pytest.raises(UserError, match="metrics.json must name its tables under 'records'"):
+        make(tmp_path)
 
 
 def test_intervals_are_those_of_the_run_unless_others_are_asked_for(tmp_path):

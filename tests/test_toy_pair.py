@@ -68,6 +68,10 @@ def test_texts_are_prompts_of_the_template_and_the_experts_answers(made, tmp_pat
     assert len(prompts) == 5 and stops == (STOP,)
     told = {tuple(sample.input_ids[: sample.answer_spans[0][0]].tolist()) for sample in train}
     assert not told & {tuple(prompt.ids) for prompt in prompts}, "held out"
+    # more of them than chance keeps apart
+    language, generator, asked = ToyLanguage.drawn(0), np.random.default_rng(0), set()
+    found = [tuple(words) for _ in range(3) for words in toy_pair.questions(language, 2000, generator, asked)]
+    assert len(set(found)) == 6000 == len(asked)
     # both have one vocabulary, which is that of the tests' tiny models
     save_tiny(tmp_path / "tiny")
     hashes = {Chat(str(folder)).hash for folder in (made / "expert", made / "amateur", tmp_path / "tiny")}

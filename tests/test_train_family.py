@@ -144,7 +144,7 @@ def test_what_heads_say_of_themselves(toy, finished, tmp_path):
     for name, alpha in (("expert", 0.0), ("amateur", None)):
         said = load_head(tmp_path / "dual" / "heads" / f"{name}_seed_0", expert).config
         assert (said.kind, said.aligned_with, said.train_alpha) == ("eagle3", name, alpha)
-        assert not said.amateur_identity, "it reads none"
+        assert said.amateur_identity == (model_identity(amateur.model) if name == "amateur" else "")
 
 
 def test_depth_and_width_are_the_heads(toy, tmp_path):

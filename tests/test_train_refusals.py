@@ -104,6 +104,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(toy, tmp_
 def test_the_one_thing_printed_by_a_refusal_is_its_reason(toy, tmp_path):
     """Through the real door: no warning of DeepSpeed's stands before it."""
     environment = {name: value for name, value in os.environ.items() if name not in GROUP}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"  # else it warns where the machine's own name has no address
     command = [sys.executable, str(Path(entry.__file__)), *options(toy, tmp_path / "run", "--expert=/nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and done.stdout == ""

@@ -1,5 +1,6 @@
 """A head says which prompts it was trained on, and no measurement of drafts takes these: it may remember them."""
 
+import dataclasses
 import importlib
 import json
 
@@ -7,12 +8,17 @@ import numpy as np
 import pytest
 from tiny_family import make_family
 from tiny_world import add_drafters, make_world, tiny_head
-from toy_training import make_toy, options, toy_samples
+from toy_training import amateur_flags, make_toy, options, toy_samples
 
+import train.amateur
 import train.eagle3
+from data_prep.token_files import write_tokens
+from dcd_core.config import ROOT
 from dcd_core.decode_types import Prompt
 from dcd_core.errors import UserError
-from dcd_core.heads.checkpoint import load_head, save_head
+from dcd_core.files import file_hash
+from dcd_core.heads.checkpoint import load_head, locate, save_head
+from dcd_core.heads.family import CONTROLS, FamilyMember, write_manifest
 from dcd_core.heads.training_prompts import PROMPTS, hash_prompts, read_training_prompts, trained_on
 from dcd_core.prompts import read_prompts
 
@@ -32,8 +38,9 @@ def test_what_begins_as_a_training_text_is_known():
         "none": [],
     }
     prompts = [Prompt(name, ids) for name, ids in asked.items()]
-    assert trained_on(prompts, hashes) == ["the same", "a later turn", "large ids"]
-    assert trained_on(prompts, hash_prompts([])) == []
+    known = ["the same", "a later turn", "large ids"]
+    assert trained_on(prompts, hashes, hash_prompts([]), hashes, hash_prompts([[6]])) == [known, [], known, ["other"]]
+    assert trained_on(prompts) == [] and trained_on([], hashes) == [[]]
 
 
 def test_a_head_keeps_it_and_is_the_same_head(tmp_path):
@@ -58,6 +65,10 @@ def test_a_damaged_list_is_refused(tmp_path):
         with pytest.raises(UserError, match="no sorted list of hashes"):
             read_training_prompts(tmp_path)
     np.save(path, np.array([{}]), allow_pickle=True)
+    with pytest.raises(UserError, match="is damaged"):
+        read_training_prompts(tmp_path)
+    np.savez(tmp_path / "archive.npz", np.array([1, 2], np.uint64))
+    (tmp_path / "archive.npz").replace(path)
     with pytest.raises(UserError, match="is damaged"):
         read_training_prompts(tmp_path)
 
@@ -86,6 +97,30 @@ def test_the_trainer_writes_what_it_read_and_what_was_read_before(tmp_path):
     assert set(read_training_prompts(tmp_path / "more" / "head")) == {*few.tolist(), *hash_prompts(READ).tolist()}
 
 
+def test_what_is_trained_on_is_not_evaluated_on(tmp_path, capsys):
+    """By the prompts, not by the file's name; the same in the trainers of heads and amateurs."""
+    toy = make_toy(tmp_path / "toy")
+    mixed = [*toy_samples(3, seed=1), *toy_samples(2), *toy_samples(1, seed=2)]
+    write_tokens(tmp_path / "mixed.parquet", mixed, {})
+    write_tokens(tmp_path / "copy.parquet", toy_samples(30), {})
+    head = [train.eagle3, options(toy, tmp_path / "head", "--max_steps=1", "--warmup_steps=0")]
+    amateur = [train.amateur, amateur_flags(toy, tmp_path / "amateur", "--max_steps=1", "--warmup_steps=0")]
+    for trainer, flags in (head, amateur):
+        with pytest.raises(UserError, match=r"2 of the 6 texts .*trained on \(the first: 'text0-0'\).*--skip_trained"):
+            trainer.main([*flags, f"--eval_tokens={tmp_path / 'mixed.parquet'}"])
+        with pytest.raises(UserError, match="30 of the 30 texts .*none is left to evaluate on"):
+            trainer.main([*flags, f"--eval_tokens={tmp_path / 'copy.parquet'}", "--skip_trained"])
+        capsys.readouterr()
+        trainer.main([*flags, f"--eval_tokens={tmp_path / 'mixed.parquet'}", "--skip_trained"])
+        assert "2 of the 6 texts in" in capsys.readouterr().out
+    clean = tmp_path / "clean"
+    write_tokens(tmp_path / "clean.parquet", [*toy_samples(3, seed=1), *toy_samples(1, seed=2)], {})
+    given = options(toy, clean, "--max_steps=1", "--warmup_steps=0", f"--eval_tokens={tmp_path / 'clean.parquet'}")
+    train.eagle3.main(given)
+    figures = [json.loads((tmp_path / name / "metrics.json").read_text())["eval"] for name in ("head", "clean")]
+    assert figures[0] == figures[1], "what is left is what is evaluated"
+
+
 # ---- who refuses -----------------------------------------------------------------------------------------------------
 
 
@@ -93,38 +128,66 @@ def test_the_trainer_writes_what_it_read_and_what_was_read_before(tmp_path):
 def world(tmp_path_factory):
     world = add_drafters(make_world(tmp_path_factory.mktemp("world")))
     make_family(world / "family")
+    make_family(world / "beside", reads="expert_only")
+    make_dual_family(world / "dual")
     save_head(world / "control", tiny_head("smol", seed=5))
     return world
 
 
-MEASUREMENTS = {
-    "accepted_length": {"heads": ("head", "control")},
-    "benchmark": {"head": "head", "amateur_head": "amateur_head"},
-    "cross_alpha": {"family": "family", "controls": "control"},
-    "dual_drafter": {"heads": "head", "amateur_heads": "amateur_head"},
-    "signal_error": {"head": "head", "amateur_head": "amateur_head", "direct_head": "direct"},
-    "throughput": {"head": "head", "amateur_head": "amateur_head"},
-}
+def make_dual_family(folder) -> None:
+    """As train/dual_drafter.py leaves it."""
+    members = []
+    for role, alpha in (("expert", 0.0), ("amateur", None)):
+        path = folder / "heads" / f"{role}_seed_0"
+        save_head(path, tiny_head("smol", aligned_with=role, train_alpha=alpha))
+        fixed = dict.fromkeys(CONTROLS, "the same")
+        weights = file_hash(path / "model.safetensors")
+        members.append(FamilyMember(alpha, 0, "expert_only", path, fixed, weights))
+    write_manifest(folder, "dual_drafter", members)
 
 
-def folders(name: str) -> list[str]:
-    """Every head that a measurement is given."""
-    given = [one for names in MEASUREMENTS[name].values() for one in ([names] if isinstance(names, str) else names)]
-    return ["family/heads/alpha_0.5_seed_1" if one == "family" else one for one in given]
+ROLES = {"head": "head", "amateur_head": "amateur_head"}
+MEASUREMENTS = (
+    ("accepted_length", {"heads": ("head", "control")}),
+    ("benchmark", ROLES),
+    ("calibrate", {"head": "head"}),
+    ("cross_alpha", {"family": "family", "controls": ("control", "beside")}),
+    ("dual_drafter", {"heads": "head", "amateur_heads": "amateur_head"}),
+    ("dual_drafter", {"family": "dual"}),
+    ("signal_error", ROLES | {"direct_head": "direct"}),
+    ("throughput", ROLES),
+)
+INSIDE = {"family": "heads/alpha_0.5_seed_1", "beside": "heads/alpha_0_seed_0", "dual": "heads/amateur_seed_0"}
+UNMEASURED = {"identity": "texts, not drafts", "lossless": "laws and texts, not drafts", "overhead": "time, not drafts"}
 
 
-@pytest.mark.parametrize("name, head", [(name, head) for name in MEASUREMENTS for head in folders(name)])
-def test_a_measurement_on_trained_prompts_is_refused(world, tmp_path, monkeypatch, name, head):
+def given(names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def cases() -> list[tuple]:
+    """Every measurement with each head that it is given."""
+    return [
+        (name, drafters, f"{one}/{INSIDE[one]}" if one in INSIDE else one)
+        for name, drafters in MEASUREMENTS
+        for names in drafters.values()
+        for one in given(names)
+    ]
+
+
+class Loaded(Exception):
+    """The models would be loaded now."""
+
+
+@pytest.mark.parametrize("name, drafters, head", cases(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_measurement_on_trained_prompts_is_refused(world, tmp_path, monkeypatch, capsys, name, drafters, head):
     """Whichever head it was, before a model is loaded; and prompts that no head has read pass this gate."""
     entry = importlib.import_module(f"diagnostics.{name}")
     prompts = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"))[0]
     flags = [f"--expert={world / 'expert'}", f"--amateur={world / 'amateur'}", f"--prompts={world / 'prompts.jsonl'}"]
-    for flag, names in MEASUREMENTS[name].items():
-        flags += [f"--{flag}", *(str(world / one) for one in ([names] if isinstance(names, str) else names))]
+    for flag, names in drafters.items():
+        flags += [f"--{flag}", *(str(world / one) for one in given(names))]
     flags += [f"--output={tmp_path / 'out'}"]
-
-    class Loaded(Exception):
-        pass
 
     def loads(*_, **__):
         raise Loaded
@@ -135,16 +198,56 @@ def test_a_measurement_on_trained_prompts_is_refused(world, tmp_path, monkeypatc
     listed = world / head / PROMPTS
     try:
         np.save(listed, hash_prompts([prompts[3].ids, [1, 2, 3], prompts[1].ids]))
-        with pytest.raises(
-            UserError, match=rf"{head} was trained on 2 of the 5 prompts .*\(the first: 'p1'\).*--without"
-        ):
+        told = rf"{head} was trained on 2 of the 5 prompts .*\('p1', 'p3'\).*--without.*--skip_trained"
+        with pytest.raises(UserError, match=told):
             entry.main(flags)
         assert not (tmp_path / "out").exists()
+        with pytest.raises(Loaded):
+            entry.main([*flags, "--skip_trained"])
+        assert "2 of 5 prompts left out" in capsys.readouterr().out
+        np.save(listed, hash_prompts([prompt.ids for prompt in prompts]))
+        with pytest.raises(UserError, match="no prompt in .* is left"):
+            entry.main([*flags, "--skip_trained"])
         np.save(listed, hash_prompts([[1, 2, 3], prompts[1].ids + [9]]))
         with pytest.raises(Loaded):
             entry.main(flags)
+        assert "left out" not in capsys.readouterr().out
     finally:
         listed.unlink()
+
+
+def test_every_script_that_takes_a_head_looks():
+    """Or stands in a list, with its reason."""
+    takes = ("head", "heads", "amateur_head", "family")
+    found = set()
+    for path in (ROOT / "diagnostics").glob("*.py"):
+        module = importlib.import_module(f"diagnostics.{path.stem}")
+        config = getattr(module, "Config", None)
+        if config and hasattr(module, "main") and {field.name for field in dataclasses.fields(config)} & {*takes}:
+            found.add(path.stem)
+    assert found == {name for name, _ in MEASUREMENTS} | set(UNMEASURED)
+
+
+def test_what_is_left_out_is_not_measured(world, tmp_path):
+    """The rest is measured as if the others had never been in the file."""
+    prompts = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"))[0]
+    lines = (world / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rest.jsonl").write_text("".join(line for place, line in enumerate(lines) if place not in (1, 3)))
+    flags = [f"--{name}={world / name}" for name in ("expert", "amateur")] + ["--heads", str(world / "control")]
+    flags += ["--max_new_tokens=12", "--dtype=float32", "--resamples=50"]
+    listed = world / "control" / PROMPTS
+    try:
+        np.save(listed, hash_prompts([prompts[3].ids, prompts[1].ids]))
+        for name, file, more in (
+            ("all", world / "prompts.jsonl", ["--skip_trained"]),
+            ("rest", tmp_path / "rest.jsonl", []),
+        ):
+            run = [*flags, f"--prompts={file}", f"--output={tmp_path / name}", *more]
+            assert importlib.import_module("diagnostics.accepted_length").main(run) == 0
+    finally:
+        listed.unlink()
+    figures = [json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("all", "rest")]
+    assert figures[0] == figures[1]
 
 
 def test_leaving_the_training_text_out_is_the_cure(world, tmp_path):
@@ -160,6 +263,17 @@ def test_leaving_the_training_text_out_is_the_cure(world, tmp_path):
     data_prep.conversations.main(given)
     expert = str(world / "expert")
     read = hash_prompts([prompt.ids for prompt in read_prompts(str(tmp_path / "read.jsonl"), expert)[0]])
-    assert len(trained_on(read_prompts(str(world / "prompts.jsonl"), expert)[0], read)) == 2
+    assert len(trained_on(read_prompts(str(world / "prompts.jsonl"), expert)[0], read)[0]) == 2
     left = read_prompts(str(out), expert)[0]
-    assert len(left) == 3 and trained_on(left, read) == []
+    assert len(left) == 3 and trained_on(left, read) == [[]]
+
+
+def test_the_list_comes_with_a_head_from_the_hub(world, tmp_path, monkeypatch):
+    fetched = {}
+
+    def snapshot(name, allow_patterns):
+        fetched[name] = allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert locate("owner/head") == tmp_path and PROMPTS in fetched["owner/head"]

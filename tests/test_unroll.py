@@ -247,7 +247,10 @@ def test_the_decoder_fed_the_truth_gives_the_trainers_logits(kind, dtype, tolera
 DEMO = Path(__file__).resolve().parent.parent / "runs" / "demo"
 
 
-@pytest.mark.skipif(not (DEMO / "head" / "metrics.json").exists(), reason="there is no demo run (make demo)")
+FINISHED = all((DEMO / name).exists() for name in ("head/metrics.json", "expert/config.json"))
+
+
+@pytest.mark.skipif(not FINISHED, reason="there is no demo run (make demo)")
 def test_train_decode_identity_of_the_demo_head():
     pair = load_pair(str(DEMO / "expert"), dtype="float64", device="cpu")
     head = load_head(DEMO / "head" / "head", pair.expert)

@@ -23,6 +23,7 @@ from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_model, load_pair
 from train.batches import Plan, Stream, Texts
 from train.distil import Distil, DistilStep, compare, count_answer_rows, latency
+from train.held_out import SKIP_TRAINED, held_out_texts
 from train.loop import FREE, LoopConfig, fit, full_weights, refuse_start, refuse_texts
 from train.processes import barrier, start
 from train.pruning import parse_layers, prune
@@ -40,6 +41,7 @@ class Config(LoopConfig):
     eval_tokens: list[str] = field(default_factory=list, metadata={"help": "token files held out", **FREE})
     max_answer_tokens: int = field(default=0, metadata={"help": "train on the first texts up to this many; 0: all"})
     eval_texts: int = field(default=0, metadata={"help": "held-out texts to compare on; 0: all", **FREE})
+    skip_trained: bool = field(default=False, metadata={"help": SKIP_TRAINED, **FREE})
     expert_dtype: Literal["float32", "bfloat16"] = field(default="bfloat16", metadata={"help": "of the frozen expert"})
 
     def __post_init__(self):
@@ -64,9 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     expert = pair.expert
     layers = parse_layers(config.keep_layers, expert.config.num_hidden_layers)
     texts = Texts.load(config.train_tokens, config.max_length, expert.vocab, config.max_answer_tokens)
-    held_out = None
-    if config.eval_tokens:
-        held_out = Texts.load(config.eval_tokens, config.max_length, expert.vocab, first=config.eval_texts)
+    held_out = held_out_texts(config, expert.vocab, texts, ranks)
     whole = load_model(config.expert, dtype="float32", device=str(ranks.device)).model
     plan = Plan(tuple(texts.lengths), config.batch_size, ranks.world, config.gradient_accumulation, config.seed)
     stream = Stream(texts, plan, ranks.rank, lambda sample: [count_answer_rows(sample.answer_spans)])

@@ -13,13 +13,13 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
-from jaxtyping import Int, UInt64
+from jaxtyping import Bool, Int, UInt64
 from torch import Tensor
 
 from data_prep.token_files import Sample, read_tokens
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash, file_hash
-from dcd_core.heads.training_prompts import hash_prompts
+from dcd_core.heads.training_prompts import hash_prompt
 
 BUCKET = 16
 """Global batches whose texts are sorted by length together: less padding, still a shuffled order."""
@@ -105,9 +105,20 @@ class Texts:
         return sum(end - start for sample in self.samples for start, end in sample.answer_spans)
 
     @cached_property
+    def prompts(self) -> UInt64[np.ndarray, " text"]:
+        """Hashes of what stands before the first answer of each text."""
+        return np.array([hash_prompt(sample.input_ids[: sample.answer_spans[0][0]]) for sample in self.samples])
+
+    @property
     def prompt_hashes(self) -> UInt64[np.ndarray, " prompt"]:
-        """What a head that read these texts keeps of their first prompts."""
-        return hash_prompts(sample.input_ids[: sample.answer_spans[0][0]] for sample in self.samples)
+        """What a head that is trained on these texts keeps of them."""
+        return np.unique(self.prompts)
+
+    def only(self, kept: Bool[np.ndarray, " text"]) -> Texts:
+        """Some of the texts."""
+        samples = [sample for sample, keep in zip(self.samples, kept, strict=True) if keep]
+        digest = content_hash([self.hash, [sample.id for sample in samples]])
+        return Texts(samples, digest, self.shortened, self.dropped)
 
     def describe(self) -> str:
         """One line of counts."""

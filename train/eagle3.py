@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     head = build_head(config, pair, texts)
     stream = training_stream(config, texts, ranks, stops)
     step = HeadStep(pair.expert, head.target_ids, stops)
-    evaluate = held_out(config, step, ranks)
+    evaluate = held_out(config, step, texts, ranks)
     depends_on = identity(texts, head.target_ids, pair)
     if ranks.first:
         print(f"training texts: {texts.describe()}", flush=True)
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def trained_prompts(config: Config, texts: Texts) -> UInt64[np.ndarray, " prompt"]:
-    """Hashes of the prompts that the head has read at its end, those of the head it starts from included."""
+    """Hashes of the prompts that the head is given, and of those of the head it starts from, if that says any."""
     before = read_training_prompts(locate(config.head_init)) if config.head_init else None
     return texts.prompt_hashes if before is None else np.union1d(texts.prompt_hashes, before)
 

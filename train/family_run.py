@@ -20,7 +20,7 @@ from dcd_core.config import finish_run, refuse_below
 from dcd_core.files import content_hash, file_hash
 from dcd_core.heads.checkpoint import save_head
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.heads.family import MANIFEST, PER_SEED, FamilyMember, initial_weights, write_manifest
+from dcd_core.heads.family import MANIFEST, PER_SEED, READS_AMATEUR, FamilyMember, initial_weights, write_manifest
 from train.batches import BUCKET, Plan, Stream, Texts
 from train.head_run import (
     HeadConfig,
@@ -108,8 +108,9 @@ class FamilyRun:
         aligned = {None: "amateur", 0.0: "expert"}.get(plan.aim.alpha, "contrast")
         declared = {"aligned_with": aligned, "train_alpha": plan.aim.alpha}
         reads = plan.input != "expert_only"
-        if reads:
-            declared |= {"amateur_input": plan.input, "amateur_identity": self.identity["amateur weights"]}
+        declared |= {"amateur_input": plan.input} if reads else {}
+        if plan.input in READS_AMATEUR or aligned != "expert":
+            declared["amateur_identity"] = self.identity["amateur weights"]
         return fresh_head(self.config, self.pair, self.vocabulary, None, plan.seed, reads, **declared)
 
     def train(self, plans: list[Planned], part: str, argv: list[str] | None) -> tuple[list[FamilyMember], dict]:
@@ -123,7 +124,7 @@ class FamilyRun:
         aims, target_ids = [plan.aim for plan in plans], self.vocabulary.target_ids
         [read] = {plan.input for plan in plans}
         step = HeadStep(self.pair.expert, target_ids, self.stops, aims, self.pair.amateur, read, config.seed)
-        evaluate = held_out(config, step, self.ranks)
+        evaluate = held_out(config, step, self.texts, self.ranks)
         modules = {name: trained_module(config, head, self.stream, self.ranks) for name, head in heads.items()}
         depends_on = {**self.identity, "members": list(heads)}
         trained = fit(modules, self.stream, step, config, self.ranks, depends_on, argv, evaluate, part=part)

@@ -18,6 +18,7 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_pair
 from train.batches import Plan, Stream, Texts
+from train.held_out import SKIP_TRAINED, held_out_texts
 from train.loop import FREE, LoopConfig, refuse_texts
 from train.online_expert import HeadStep, HeldOut, feature_rms, scale_features
 from train.processes import Ranks
@@ -34,6 +35,7 @@ class HeadConfig(LoopConfig):
     eval_tokens: list[str] = field(default_factory=list, metadata={"help": "token files held out", **FREE})
     max_answer_tokens: int = field(default=0, metadata={"help": "train on the first texts up to this many; 0: all"})
     eval_texts: int = field(default=0, metadata={"help": "held-out texts to evaluate on; 0: all", **FREE})
+    skip_trained: bool = field(default=False, metadata={"help": SKIP_TRAINED, **FREE})
     gamma: int = field(default=5, metadata={"help": "drafts per round in evaluation", **FREE})
     draft_vocab_size: int = field(default=32000, metadata={"help": "ids the head can draft"})
     vocabulary: str = field(default="", metadata={"help": "ready draft vocabulary (default: count answers)", **FREE})
@@ -147,12 +149,10 @@ def training_stream(config: HeadConfig, texts: Texts, ranks: Ranks, stops: froze
     return Stream(texts, plan, ranks.rank, count, config.loss_normalisation)
 
 
-def held_out(config: HeadConfig, step: HeadStep, ranks: Ranks) -> Callable[[list], list[dict]] | None:
-    """Evaluation on the held-out texts, if there are any."""
-    if not config.eval_tokens:
-        return None
-    texts = Texts.load(config.eval_tokens, config.max_length, step.expert.vocab, first=config.eval_texts)
-    return HeldOut(texts, step, config.gamma, ranks)
+def held_out(config: HeadConfig, step: HeadStep, texts: Texts, ranks: Ranks) -> Callable[[list], list[dict]] | None:
+    """Evaluation on the held-out texts, if there are any; `texts` are those trained on."""
+    found = held_out_texts(config, step.expert.vocab, texts, ranks)
+    return None if found is None else HeldOut(found, step, config.gamma, ranks)
 
 
 def identity(texts: Texts, target_ids: Tensor, pair: Pair) -> dict[str, str]:

@@ -40,9 +40,11 @@ def start(seed: int) -> Ranks:
 
     CPU ranks share the cores: torch gets at most cores / ranks threads each.
     """
+    own = {}
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(free_port())
+        own = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
+        own["MASTER_PORT"] = str(free_port())
+        os.environ.update(own)
     logging.getLogger("DeepSpeed").addFilter(worth_reading)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -58,7 +60,12 @@ def start(seed: int) -> Ranks:
         # DeepSpeed would compile a shared-memory all-reduce (half a minute), which one process has no use for
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not torch.distributed.is_initialized():
-        deepspeed.init_distributed(verbose=False, timeout=PATIENCE)
+        try:
+            deepspeed.init_distributed(verbose=False, timeout=PATIENCE)
+        except BaseException:
+            for name in own:  # of a port that cannot be had, say: the next attempt takes another
+                del os.environ[name]
+            raise
     rank = torch.distributed.get_rank()
     seed_everything(seed + rank)
     return Ranks(rank, world, torch.device(get_accelerator().current_device_name()))

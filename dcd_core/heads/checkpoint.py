@@ -30,9 +30,9 @@ from dcd_core.errors import UserError
 from dcd_core.files import atomic_path
 from dcd_core.heads.dual_input import HEADS, make_head
 from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head, check_maps
+from dcd_core.heads.fitting import check_amateur, check_expert
 from dcd_core.heads.rope import FORMAT_THETA, read_rope, write_rope
 from dcd_core.heads.training_prompts import PROMPTS, write_training_prompts
-from dcd_core.model_identity import model_identity
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 OWN_KEY = "dcd"
@@ -157,8 +157,8 @@ def own_fields(fields: dict, where: str) -> dict:
     if found.get("amateur_feature_layers"):
         taps = found["amateur_feature_layers"] = tuple(found["amateur_feature_layers"])
     known = found.get("amateur_identity", "")
-    if not isinstance(known, str) or (kind == "eagle3" and known):
-        raise UserError(f"{where}: a head of kind {kind} cannot know its amateur by {known!r}")
+    if not isinstance(known, str) or (known and kind == "eagle3" and aligned == "expert"):
+        raise UserError(f"{where}: a head of kind {kind}, aligned with the {aligned}, knows no amateur by {known!r}")
     if kind == "eagle3" and given != "dual":
         raise UserError(f"{where}: a head of kind {kind} reads no amateur, and says of one: {given}")
     if (kind == "dual_input") != bool(taps and len(set(taps)) == 3 and found.get("amateur_hidden_size")):
@@ -239,69 +239,6 @@ def fitting_config(folder: str | Path, expert, amateur=None) -> Eagle3Config:
     check_expert(config, expert, read_rope(layer), str(folder))
     check_amateur(config, expert, amateur, str(folder))
     return config if config.feature_layers else config.replace(feature_layers=expert.feature_layers)
-
-
-def check_expert(config: Eagle3Config, expert, stated_rope: tuple[float | None, dict | None], where: str) -> None:
-    """Refuse the head of another expert.
-
-    Raises:
-        UserError: naming every field that differs (hidden size, vocabulary, tapped layers, rotary positions). Fields
-            that a published head leaves out are not held against it.
-    """
-    theta, scaling = read_rope(expert.config.to_dict())
-    pairs = [
-        ("target_hidden_size", config.target_hidden_size, expert.hidden_size),
-        ("hidden_size", config.hidden_size, expert.hidden_size),
-    ]
-    if config.vocab_size != expert.vocab:
-        pairs.append(("vocab_size", config.vocab_size, expert.config.vocab_size))
-    if config.feature_layers is not None:
-        pairs.append(("feature_layers", config.feature_layers, expert.feature_layers))
-    if stated_rope[0] is not None:
-        pairs.append(("rope_theta", stated_rope[0], theta))
-    if stated_rope[1] is not None:
-        pairs.append(("rope_scaling", stated_rope[1], scaling))
-    different = [f"{name} {mine} (expert: {its})" for name, mine, its in pairs if mine != its]
-    if different:
-        raise UserError(f"{where} is the head of another expert than {expert.name}: {'; '.join(different)}")
-
-
-def check_amateur(config: Eagle3Config, expert, amateur, where: str) -> None:
-    """Refuse a head that reads another amateur, even one of the same shape; heads that read none fit any.
-
-    Raises:
-        UserError: no amateur where one is read, or naming every field that differs.
-    """
-    if config.kind != "dual_input":
-        return
-    if amateur is None:
-        raise UserError(f"{where} is a dual-input head, which reads an amateur beside the expert; give --amateur")
-    pairs = [
-        ("amateur_hidden_size", config.amateur_hidden_size, amateur.hidden_size),
-        ("amateur_feature_layers", config.amateur_feature_layers, amateur.feature_layers),
-        ("real ids", expert.vocab, amateur.vocab),
-    ]
-    different = [f"{name} {mine} (amateur: {its})" for name, mine, its in pairs if mine != its]
-    if different:
-        raise UserError(f"{where} reads another amateur than {amateur.name}: {'; '.join(different)}")
-    if config.amateur_identity and config.amateur_identity != model_identity(amateur.model):
-        raise UserError(
-            f"{where} was trained beside another amateur than {amateur.name}, of the same shape but with other "
-            "weights; give the amateur that it was trained with"
-        )
-
-
-def refuse_shuffled(config: Eagle3Config, where: str) -> None:
-    """Refuse a head that is not to be given the amateur's true features (zeroed ones have no weight in theirs).
-
-    Raises:
-        UserError: a control that was trained on those of other positions.
-    """
-    if config.amateur_input == "amateur_shuffled":
-        raise UserError(
-            f"{where} was trained on the amateur's features of other positions, as a control; only "
-            "diagnostics/cross_alpha.py gives it these, as one of --controls, by its family's folder"
-        )
 
 
 def canonical_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

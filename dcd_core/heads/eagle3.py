@@ -40,9 +40,9 @@ class Eagle3Config:
     when a published head does not say and no expert was at hand. ``num_hidden_layers`` (depth) and
     ``intermediate_size`` (width) are the head's capacity. A head of ``kind`` dual_input also reads
     ``amateur_feature_layers`` of an amateur (:mod:`dcd_core.heads.dual_input`); ``amateur_input`` is what it was given
-    in their place in training, if it is a control (:data:`dcd_core.heads.family.INPUTS`), and ``amateur_identity`` says
-    which amateur it was (:func:`dcd_core.model_identity.model_identity`; empty if that is unknown). ``train_alpha``
-    goes with a head that is ``aligned_with`` the contrast.
+    in their place in training, if it is a control (:data:`dcd_core.heads.family.INPUTS`). ``train_alpha`` goes with a
+    head that is ``aligned_with`` the contrast. ``amateur_identity`` says which amateur was read or imitated in training
+    (:func:`dcd_core.model_identity.model_identity`; empty if none was, or it is not known).
     """
 
     hidden_size: int

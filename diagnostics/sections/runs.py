@@ -177,7 +177,11 @@ def _once(runs: list[Run], notes: list[str]) -> list[Run]:
 
 
 def _missing_records(folder: Path) -> str | None:
-    """The records that the script named by a folder's command must have written, if they are not there."""
+    """A table that is not there, though the folder's metrics name it, or the script named by its command writes it."""
+    named = _metrics(folder).get("records")
+    for name in named if isinstance(named, dict) else ():
+        if not (folder / name).is_file():
+            return name
     try:
         script = Path(shlex.split((folder / "command.txt").read_text(encoding="utf-8"))[0])
     except (OSError, ValueError, IndexError):
@@ -216,17 +220,22 @@ def _folders(root: Path) -> list[Path]:
     return found
 
 
-def _refuse_other_records(folder: Path, known: dict[str, str]) -> None:
-    """The tables beside metrics.json must be those that it was summed from (older ones do not say)."""
-    for name, digest in known.items():
-        if (folder / name).is_file() and file_hash(folder / name) != digest:
+def _refuse_other_records(folder: Path, known: dict[str, str] | None) -> None:
+    """The tables beside metrics.json must be those that it names (older ones name none)."""
+    if known is None:
+        return
+    if not isinstance(known, dict):
+        raise UserError(f"{folder / 'metrics.json'} must name its tables under 'records', got {known!r}")
+    for name in (*known, *MARKS):
+        path = folder / name
+        if path.is_file() and file_hash(path) != known.get(name):
             raise UserError(
-                f"{folder} mixes two runs: its metrics.json was not made from the {name} beside it; restore both, or "
+                f"{folder} mixes two runs: its metrics.json was not made with the {name} beside it; restore both, or "
                 "leave this run out"
             )
 
 
-def _read(folder: Path, mark: str) -> Run | None:
+def _metrics(folder: Path) -> dict:
     path = folder / "metrics.json"
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
@@ -234,11 +243,16 @@ def _read(folder: Path, mark: str) -> Run | None:
         raise UserError(f"{path} cannot be read: {problem}") from None
     if not isinstance(metrics, dict):
         raise UserError(f"{path} must hold an object")
+    return metrics
+
+
+def _read(folder: Path, mark: str) -> Run | None:
+    metrics = _metrics(folder)
     told = {"checks": "identity", "history": "training", "members": "family"}
     kind = mark or next((kind for name, kind in told.items() if name in metrics), "")
     if not kind:
         return None
-    _refuse_other_records(folder, metrics.get("records", {}))
+    _refuse_other_records(folder, metrics.get("records"))
     texts = {
         name: (folder / name).read_text(encoding="utf-8").strip() for name in PROVENANCE if (folder / name).is_file()
     }

@@ -1,0 +1,53 @@
+"""Prompts that no drafter was trained on: what it drafts on others may be remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dcd_core.decode import Prompt
+from dcd_core.errors import UserError
+from dcd_core.heads.checkpoint import locate
+from dcd_core.heads.training_prompts import read_training_prompts, trained_on
+
+NAMED = 5
+"""Prompts that a refusal names."""
+
+
+@dataclass(kw_only=True)
+class UnreadFlags:
+    """Setting of every measurement of how well heads draft, to be inherited by its script's dataclass."""
+
+    skip_trained: bool = field(
+        default=False, metadata={"help": "leave out prompts that a head was trained on; without it they are refused"}
+    )
+
+    def unread(self, prompts: Sequence[Prompt], heads: Iterable[str], where: str) -> list[Prompt]:
+        """The prompts of one file that no head was trained on; to be called before models are loaded.
+
+        Args:
+            heads: folders or hub ids; empty names, and heads that do not say what they were trained on, pass.
+        Raises:
+            UserError: there are others, by number and name, and they are not to be left out; or none is left.
+        """
+        lists = {head: read_training_prompts(locate(head)) for head in filter(None, heads)}
+        lists = {head: hashes for head, hashes in lists.items() if hashes is not None}
+        left = list(prompts)
+        for head, known in zip(lists, trained_on(prompts, *lists.values()), strict=True):
+            if not known:
+                continue
+            words = f"{head} was trained on {len(known)} of the {len(prompts)} prompts in {where}"
+            if not self.skip_trained:
+                named = ", ".join(f"'{one}'" for one in known[:NAMED]) + (", ..." if len(known) > NAMED else "")
+                raise UserError(
+                    f"{words} ({named}), and may remember what it drafts there; give others "
+                    "(data_prep/conversations.py --without leaves out what a file holds), or leave these out with "
+                    "--skip_trained"
+                )
+            gone = set(known)
+            left = [prompt for prompt in left if prompt.id not in gone]
+        if not left:
+            raise UserError(f"no prompt in {where} is left: heads were trained on all of them; give others")
+        if len(left) < len(prompts):
+            print(f"{where}: {len(prompts) - len(left)} of {len(prompts)} prompts left out: heads were trained on them")
+        return left

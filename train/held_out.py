@@ -1,0 +1,41 @@
+"""The texts that a trainer evaluates on: none that it trains on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dcd_core.errors import UserError
+from train.batches import Texts
+from train.processes import Ranks
+
+SKIP_TRAINED = "leave out held-out texts whose prompt is trained on; without it they are refused"
+
+
+def held_out_texts(config, vocab: int, trained: Texts, ranks: Ranks) -> Texts | None:
+    """The texts of ``--eval_tokens``; None if there are no such files.
+
+    Args:
+        config: has `eval_tokens`, `eval_texts`, `max_length` and `skip_trained`.
+        vocab: ids of the expert.
+    Raises:
+        UserError: see :meth:`Texts.load`; texts that begin as training texts do, up to the first answer, and are not to
+            be left out; or none is left.
+    """
+    if not config.eval_tokens:
+        return None
+    texts = Texts.load(config.eval_tokens, config.max_length, vocab, first=config.eval_texts)
+    read = np.isin(texts.prompts, trained.prompt_hashes)
+    if not read.any():
+        return texts
+    words = f"{int(read.sum())} of the {len(texts)} texts in {', '.join(config.eval_tokens)}"
+    if not config.skip_trained:
+        first = texts.samples[int(read.argmax())].id
+        raise UserError(
+            f"{words} answer prompts that are trained on (the first: '{first}'), so they are not held out; give "
+            "others, or leave these out with --skip_trained"
+        )
+    if read.all():
+        raise UserError(f"{words} answer prompts that are trained on: none is left to evaluate on; give others")
+    if ranks.first:
+        print(f"{words} left out: their prompts are trained on", flush=True)
+    return texts.only(~read)
