@@ -248,7 +248,7 @@ def taps_of(head, role: str, model: nn.Module | None) -> tuple[int, ...] | None:
 
 
 def head_of(head, expert: LanguageModel, amateur: LanguageModel | None) -> Eagle3Head | None:
-    """A head, once it is sure that it is this expert's (and amateur's, if it reads one)."""
+    """A head, once it is sure that it is this expert's. (The amateur is looked at when a method is put together.)"""
     if head is None:
         return None
     if isinstance(head, str | Path):

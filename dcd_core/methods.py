@@ -196,8 +196,9 @@ def check_heads(
         )
     if head.config.aligned_with == "amateur":
         raise UserError("--head was trained to imitate the amateur; method dual takes it as --amateur_head")
-    if method.reads_amateur:
+    if scorers:
         check_amateur(head.config, pair.expert, scorers[0].model, "the head")
+    if method.reads_amateur:
         refuse_shuffled(head.config, "the head")
     if method.needs_amateur_head:
         if amateur_head is None:
@@ -206,6 +207,7 @@ def check_heads(
             aligned = given.config.aligned_with
             if aligned != wanted:
                 raise UserError(f"method {name}: {flag} must be trained to imitate the {wanted}, not the {aligned}")
+        check_amateur(amateur_head.config, pair.expert, scorers[0].model, "the second head")
 
 
 def contrast_scorers(name: str, pair: Pair, contrast: list[Scorer] | None) -> list[Scorer]:

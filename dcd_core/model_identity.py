@@ -41,7 +41,7 @@ def model_identity(model: nn.Module) -> str:
     settings = model.config.to_dict()
     digest.update(content_hash({name: str(settings[name]) for name in DECIDING if name in settings}).encode())
     for name, weight in model.named_parameters():
-        rows = weight.detach().reshape(max(1, *weight.shape[:1]), -1)
+        rows = weight.detach().reshape(max((1, *weight.shape[:1])), -1)
         some = torch.cat([rows[:ROWS], rows[-ROWS:]]).to(torch.bfloat16).float().cpu()
         digest.update(f"{name} {list(weight.shape)}".encode())
         digest.update(some.contiguous().numpy().tobytes())

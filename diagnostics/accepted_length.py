@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
     refuse_taken(config.output, config.overwrite)
     prompts, stops = read_prompts(
-        config.prompts, config.expert, config.limit, **template_arguments(config.template_args)
+        config.prompts, config.expert, config.read_limit, **template_arguments(config.template_args)
     )
     prompts = config.unread(prompts, config.heads, config.prompts)
     pair, heads = load_heads(config)
@@ -99,7 +99,7 @@ def load_heads(config: Config) -> tuple[Pair, dict[str, Eagle3Head]]:
 
 def result_settings(config: Config) -> dict:
     """What decides a batch's rounds."""
-    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "seed", "resamples", "device")
+    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "skip_trained", "seed", "resamples", "device")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *config.heads)}
 

@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
-    prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
+    prompts, stops = read_prompts(config.prompts, config.expert, config.read_limit, **arguments)
     prompts = config.unread(prompts, [config.head, config.amateur_head], config.prompts)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     lm = load_scorer(config.lm, pair) if config.lm else None
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def result_settings(config: Config) -> dict:
     """What decides an answer and its rounds: settings and inputs, not where results go or how they are summed."""
-    left_out = ("output", "overwrite", "limit", "resamples", "dataset")
+    left_out = ("output", "overwrite", "limit", "skip_trained", "resamples", "dataset")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     models = (config.expert, config.amateur, config.head, config.lm, config.amateur_head)
     return kept | {"inputs": inputs_key(config.prompts, *models)}

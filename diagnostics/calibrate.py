@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
-    prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
+    prompts, stops = read_prompts(config.prompts, config.expert, config.read_limit, **arguments)
     prompts = config.unread(prompts, [config.head], config.prompts)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     refuse_dual_input(head, config.head)
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def result_settings(config: Config) -> dict:
     """What decides a rollout's notes."""
-    left_out = ("output", "overwrite", "alphas", "limit", "device")
+    left_out = ("output", "overwrite", "alphas", "limit", "skip_trained", "device")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head)}
 

@@ -89,16 +89,16 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
-    prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
+    prompts, stops = read_prompts(config.prompts, config.expert, config.read_limit, **arguments)
     places = find_places(config.family, config.controls)
     prompts = config.unread(prompts, [place.path for place in places], config.prompts)
     if config.decode > len(prompts):
         raise UserError(f"--decode {config.decode} asks for more prompts than the {len(prompts)} there are; lower it")
     ranks = join(config.device)
     pair, members = load_members(config.expert, config.amateur, places, config.dtype, str(ranks.device))
-    parts, folder = begin(config, argv, result_settings(config, places), ranks)
-    texts = config.texts(pair, stops)
     decoded = {prompt.id: place for place, prompt in enumerate(prompts[: config.decode])}
+    parts, folder = begin(config, argv, result_settings(config, places) | {"decoded": list(decoded)}, ranks)
+    texts = config.texts(pair, stops)
 
     def measure(batch: list[Prompt], alpha: float) -> dict:
         return measure_batch(texts, members, batch, alpha, decoded, config)
@@ -133,7 +133,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def result_settings(config: Config, places: list[Place]) -> dict:
     """What decides a batch's rows: settings and inputs, not where results go or how they are summed."""
-    left_out = ("output", "overwrite", "rollouts", "limit", "seed", "resamples", "margin", "device", "dataset")
+    left_out = (
+        "output",
+        "overwrite",
+        "rollouts",
+        "limit",
+        "skip_trained",
+        "seed",
+        "resamples",
+        "margin",
+        "device",
+        "dataset",
+    )
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     paths = [place.path for place in places]
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *paths)}

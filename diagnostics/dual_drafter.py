@@ -121,7 +121,7 @@ def load_studies(config: Config, members: list[tuple[str, str, str]], device: st
 
 def result_settings(config: Config, members: list[tuple[str, str, str]]) -> dict:
     """What decides a batch's rows: settings and inputs, not where results go or how they are summed."""
-    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "seed", "resamples", "device")
+    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "skip_trained", "seed", "resamples", "device")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     heads = [path for _, *paths in members for path in paths]
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *heads)}

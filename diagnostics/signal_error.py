@@ -120,7 +120,7 @@ def result_settings(config: Config) -> dict:
     return kept | {"inputs": inputs_key(config.prompts, *models)} | alphas_of_heads(config)
 
 
-KEY_LEAVES_OUT = ("output", "rollouts", "overwrite", "alphas", "limit", "seed", "resamples", "device")
+KEY_LEAVES_OUT = ("output", "rollouts", "overwrite", "alphas", "limit", "skip_trained", "seed", "resamples", "device")
 
 
 def alphas_of_heads(config: Config) -> dict:

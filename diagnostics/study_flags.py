@@ -52,5 +52,5 @@ class StudyFlags(RolloutFlags):
     def read_prompts(self) -> tuple[dict[str, list[Prompt]], tuple[int, ...]]:
         """The prompts by data set, and the ids that end an answer. Raises UserError, see `dcd_core.prompts`."""
         arguments = template_arguments(self.template_args)
-        found = [read_prompts(path, self.expert, self.limit, **arguments) for path in self.prompts]
+        found = [read_prompts(path, self.expert, self.read_limit, **arguments) for path in self.prompts]
         return dict(zip(self.dataset, (prompts for prompts, _ in found), strict=True)), found[0][1]

@@ -87,12 +87,13 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
-    prompts, stops = read_prompts(config.prompts, config.expert, config.limit, **arguments)
+    prompts, stops = read_prompts(config.prompts, config.expert, config.read_limit, **arguments)
     prompts = config.unread(prompts, [config.head, config.amateur_head], config.prompts)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}
     methods = {label: assemble(Entry.parse(label).method, pair, **heads) for label in config.methods}
-    parts = Parts(config.output, result_settings(config), config.overwrite)
+    settings = result_settings(config) | {"asked": [prompt.id for prompt in prompts]}
+    parts = Parts(config.output, settings, config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
     runs = []
     turns = [
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def result_settings(config: Config) -> dict:
     """What decides a run's tokens and seconds."""
-    left_out = ("output", "overwrite", "methods", "batches", "repeats", "device")
+    left_out = ("output", "overwrite", "limit", "skip_trained", "methods", "batches", "repeats", "device")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     return kept | {
         "inputs": inputs_key(config.prompts, config.expert, config.amateur, config.head, config.amateur_head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,16 +17,22 @@ NAMED = 5
 
 @dataclass(kw_only=True)
 class UnreadFlags:
-    """Setting of every measurement of how well heads draft, to be inherited by its script's dataclass."""
+    """Setting of every measurement of how well heads draft, for its script's dataclass, which has a `limit` too."""
 
     skip_trained: bool = field(
         default=False, metadata={"help": "leave out prompts that a head was trained on; without it they are refused"}
     )
 
+    @property
+    def read_limit(self) -> int:
+        """Prompts to read of a file: where some are left out, so many that `limit` can be left."""
+        return 0 if self.skip_trained else self.limit
+
     def unread(self, prompts: Sequence[Prompt], heads: Iterable[str], where: str) -> list[Prompt]:
-        """The prompts of one file that no head was trained on; to be called before models are loaded.
+        """The first `limit` prompts of a file that no head was trained on; to be called before models are loaded.
 
         Args:
+            prompts: the first `read_limit` of the file.
             heads: folders or hub ids; empty names, and heads that do not say what they were trained on, pass.
         Raises:
             UserError: there are others, by number and name, and they are not to be left out; or none is left.
@@ -48,6 +55,6 @@ class UnreadFlags:
             left = [prompt for prompt in left if prompt.id not in gone]
         if not left:
             raise UserError(f"no prompt in {where} is left: heads were trained on all of them; give others")
-        if len(left) < len(prompts):
+        if len(left) < len(prompts) and os.environ.get("RANK", "0") == "0":
             print(f"{where}: {len(prompts) - len(left)} of {len(prompts)} prompts left out: heads were trained on them")
-        return left
+        return left[: self.limit or None]

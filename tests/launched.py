@@ -14,6 +14,7 @@ from dcd_core.processes import free_port
 STALE = 600
 """Seconds that no compilation takes."""
 ROOT = Path(__file__).resolve().parent.parent
+COMPILED = ROOT / "build" / "torch_extensions"
 
 
 def launch(*command: str) -> str:
@@ -38,6 +39,7 @@ def launch(*command: str) -> str:
     finally:
         if process.poll() is None:  # the ranks with it, or they would slow down all that follows
             os.killpg(process.pid, signal.SIGKILL)
+            unlock(older_than=0.0)
     assert process.returncode == 0, out + errors
     return out
 
@@ -45,9 +47,12 @@ def launch(*command: str) -> str:
 def compiled() -> Path:
     """Where DeepSpeed's compiled parts lie. A rank that was killed while it compiled left a lock there, for which all
     others would wait without end."""
-    folder = ROOT / "build" / "torch_extensions"
-    folder.mkdir(parents=True, exist_ok=True)
-    for lock in folder.glob("**/lock"):
-        if time.time() - lock.stat().st_mtime > STALE:
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    unlock(older_than=STALE)
+    return COMPILED
+
+
+def unlock(older_than: float) -> None:
+    for lock in COMPILED.glob("**/lock"):
+        if time.time() - lock.stat().st_mtime > older_than:
             lock.unlink(missing_ok=True)
-    return folder

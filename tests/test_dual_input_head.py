@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import load_head, load_head_config, save_head
 from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.methods import assemble
 from dcd_core.model_identity import model_identity
-from dcd_core.models import LanguageModel
+from dcd_core.models import LanguageModel, Pair
 
 TAPS = (1, 2, 3)
 CAPACITIES = ((1, None), (2, 24))
@@ -238,6 +240,14 @@ def test_a_head_that_imitates_another_amateur_is_refused(tmp_path):
         load_head(tmp_path / role, tiny_model(kind), own)
         with pytest.raises(UserError, match=f"{role} was trained beside another amateur than"):
             load_head(tmp_path / role, tiny_model(kind), tiny_model(kind, seed=5))
+    # as objects too, whoever loaded them
+    plain, follows = Eagle3Head.from_expert(tiny_config(kind)), head
+    imitates = load_head(tmp_path / "amateur", tiny_model(kind))
+    for amateur, refused in ((own, False), (tiny_model(kind, seed=5), True)):
+        pair = Pair(tiny_model(kind), amateur, None)
+        for name, heads in (("dual", (plain, imitates)), ("dcd_eagle3", (follows, None))):
+            with pytest.raises(UserError, match="trained beside another") if refused else nullcontext():
+                assemble(name, pair, heads[0], amateur_head=heads[1])
 
 
 @pytest.mark.parametrize(

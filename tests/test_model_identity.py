@@ -28,3 +28,14 @@ def test_the_dtype_it_is_loaded_in_and_the_version_that_wrote_it_do_not_matter(t
     read = type(model).from_pretrained(tmp_path, dtype=dtype)
     read.config.transformers_version = "0"
     assert model_identity(read) == found != model_identity(tiny_causal_lm("qwen3", seed=4))
+
+
+def test_weights_of_any_shape_are_seen():
+    """Quantisers keep single numbers beside matrices, and empty ones."""
+    model = tiny_causal_lm("smol", seed=0)
+    seen = {model_identity(model)}
+    for shape in ((), (0,), (0, 4), (1,)):
+        model.register_parameter("more", torch.nn.Parameter(torch.ones(shape)))
+        seen.add(model_identity(model))
+    model.more = torch.nn.Parameter(torch.full((1,), 2.0))
+    assert len(seen | {model_identity(model)}) == 6

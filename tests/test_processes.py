@@ -38,7 +38,8 @@ def both(*folders) -> list[str]:
             process.join()
     finally:
         for process in started:  # one that waits for a partner which never came
-            process.kill()
+            if process.pid:
+                process.kill()
     return [found[0], found[1]]
 
 

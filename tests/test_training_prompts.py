@@ -6,11 +6,13 @@ import json
 
 import numpy as np
 import pytest
+from tiny import save_tiny
 from tiny_family import make_family
 from tiny_world import add_drafters, make_world, tiny_head
-from toy_training import amateur_flags, make_toy, options, toy_samples
+from toy_training import amateur_flags, family_flags, make_toy, options, toy_samples
 
 import train.amateur
+import train.cross_alpha
 import train.eagle3
 from data_prep.token_files import write_tokens
 from dcd_core.config import ROOT
@@ -67,6 +69,10 @@ def test_a_damaged_list_is_refused(tmp_path):
     np.save(path, np.array([{}]), allow_pickle=True)
     with pytest.raises(UserError, match="is damaged"):
         read_training_prompts(tmp_path)
+    np.save(path, np.array([1, 2], np.uint64))
+    path.write_bytes(path.read_bytes()[:8] + b"(" + path.read_bytes()[9:])
+    with pytest.raises(UserError, match="is damaged"):
+        read_training_prompts(tmp_path)
     np.savez(tmp_path / "archive.npz", np.array([1, 2], np.uint64))
     (tmp_path / "archive.npz").replace(path)
     with pytest.raises(UserError, match="is damaged"):
@@ -103,9 +109,12 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path, capsys):
     mixed = [*toy_samples(3, seed=1), *toy_samples(2), *toy_samples(1, seed=2)]
     write_tokens(tmp_path / "mixed.parquet", mixed, {})
     write_tokens(tmp_path / "copy.parquet", toy_samples(30), {})
-    head = [train.eagle3, options(toy, tmp_path / "head", "--max_steps=1", "--warmup_steps=0")]
-    amateur = [train.amateur, amateur_flags(toy, tmp_path / "amateur", "--max_steps=1", "--warmup_steps=0")]
-    for trainer, flags in (head, amateur):
+    short = ["--max_steps=1", "--warmup_steps=0"]
+    head = [train.eagle3, options(toy, tmp_path / "head", *short)]
+    amateur = [train.amateur, amateur_flags(toy, tmp_path / "amateur", *short)]
+    save_tiny(toy / "amateur", "smol", seed=100, layers=4)
+    family = [train.cross_alpha, family_flags(toy, tmp_path / "family", *short, "--train_alphas", "0")]
+    for trainer, flags in (head, amateur, family):
         with pytest.raises(UserError, match=r"2 of the 6 texts .*trained on \(the first: 'text0-0'\).*--skip_trained"):
             trainer.main([*flags, f"--eval_tokens={tmp_path / 'mixed.parquet'}"])
         with pytest.raises(UserError, match="30 of the 30 texts .*none is left to evaluate on"):
@@ -115,10 +124,22 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path, capsys):
         assert "2 of the 6 texts in" in capsys.readouterr().out
     clean = tmp_path / "clean"
     write_tokens(tmp_path / "clean.parquet", [*toy_samples(3, seed=1), *toy_samples(1, seed=2)], {})
-    given = options(toy, clean, "--max_steps=1", "--warmup_steps=0", f"--eval_tokens={tmp_path / 'clean.parquet'}")
-    train.eagle3.main(given)
-    figures = [json.loads((tmp_path / name / "metrics.json").read_text())["eval"] for name in ("head", "clean")]
-    assert figures[0] == figures[1], "what is left is what is evaluated"
+    train.eagle3.main(options(toy, clean, *short, f"--eval_tokens={tmp_path / 'clean.parquet'}"))
+    # the first four of the six are three that may be looked at, and the sixth is the fourth of these
+    more = [f"--eval_tokens={tmp_path / 'mixed.parquet'}", "--skip_trained", "--eval_texts=4"]
+    train.eagle3.main(options(toy, tmp_path / "four", *short, *more))
+    runs = ("head", "clean", "four")
+    figures = [json.loads((tmp_path / name / "metrics.json").read_text())["eval"] for name in runs]
+    assert figures[0] == figures[1] == figures[2], "what is left is what is evaluated"
+
+
+def test_what_the_head_it_starts_from_was_trained_on_is_not_evaluated_on(tmp_path):
+    toy = make_toy(tmp_path / "toy")
+    save_head(tmp_path / "before", tiny_head("smol"), hash_prompts(first_prompts(toy_samples(5, seed=1))[:1]))
+    flags = options(toy, tmp_path / "run", f"--head_init={tmp_path / 'before'}", "--max_steps=1", "--warmup_steps=0")
+    with pytest.raises(UserError, match="1 of the 5 texts .*trained on"):
+        train.eagle3.main(flags)
+    assert not (tmp_path / "run").exists()
 
 
 # ---- who refuses -----------------------------------------------------------------------------------------------------
@@ -241,13 +262,16 @@ def test_what_is_left_out_is_not_measured(world, tmp_path):
         for name, file, more in (
             ("all", world / "prompts.jsonl", ["--skip_trained"]),
             ("rest", tmp_path / "rest.jsonl", []),
+            ("first", world / "prompts.jsonl", ["--skip_trained", "--limit=2"]),
+            ("rest_first", tmp_path / "rest.jsonl", ["--limit=2"]),
         ):
             run = [*flags, f"--prompts={file}", f"--output={tmp_path / name}", *more]
             assert importlib.import_module("diagnostics.accepted_length").main(run) == 0
     finally:
         listed.unlink()
-    figures = [json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("all", "rest")]
-    assert figures[0] == figures[1]
+    names = ("all", "rest", "first", "rest_first")
+    figures = [json.loads((tmp_path / name / "metrics.json").read_text()) for name in names]
+    assert figures[0] == figures[1] != figures[2] == figures[3]
 
 
 def test_leaving_the_training_text_out_is_the_cure(world, tmp_path):

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     expert = pair.expert
     layers = parse_layers(config.keep_layers, expert.config.num_hidden_layers)
     texts = Texts.load(config.train_tokens, config.max_length, expert.vocab, config.max_answer_tokens)
-    held_out = held_out_texts(config, expert.vocab, texts, ranks)
+    held_out = held_out_texts(config, expert.vocab, texts.prompt_hashes, ranks)
     whole = load_model(config.expert, dtype="float32", device=str(ranks.device)).model
     plan = Plan(tuple(texts.lengths), config.batch_size, ranks.world, config.gradient_accumulation, config.seed)
     stream = Stream(texts, plan, ranks.rank, lambda sample: [count_answer_rows(sample.answer_spans)])

@@ -30,14 +30,15 @@ from train.batches import Texts
 from train.head_run import (
     HeadConfig,
     draft_vocabulary,
+    evaluation,
     fresh_head,
-    held_out,
     identity,
     load_frozen,
     sizes_of_features,
     trained_module,
     training_stream,
 )
+from train.held_out import held_out_texts
 from train.loop import FREE, fit, refuse_start
 from train.online_expert import HeadStep, copy_module
 from train.processes import Ranks, barrier, start
@@ -72,17 +73,18 @@ def main(argv: list[str] | None = None) -> int:
     ranks = start(config.seed)
     pair, stops = load_frozen(config, ranks)
     texts = Texts.load(config.train_tokens, config.max_length, pair.expert.vocab, config.max_answer_tokens)
+    prompts = trained_prompts(config, texts)
+    held_out = held_out_texts(config, pair.expert.vocab, prompts, ranks)
     head = build_head(config, pair, texts)
     stream = training_stream(config, texts, ranks, stops)
     step = HeadStep(pair.expert, head.target_ids, stops)
-    evaluate = held_out(config, step, texts, ranks)
+    evaluate = evaluation(config, step, held_out, ranks)
     depends_on = identity(texts, head.target_ids, pair)
     if ranks.first:
         print(f"training texts: {texts.describe()}", flush=True)
     modules = {"": trained_module(config, head, stream, ranks)}
     folder = Path(config.output)
     heads = folder / "heads"
-    prompts = trained_prompts(config, texts)
     snapshots = {
         stream.first_step_with(size): keep_head(heads / str(size), ranks, prompts) for size in config.snapshots
     }

@@ -25,8 +25,8 @@ from train.batches import BUCKET, Plan, Stream, Texts
 from train.head_run import (
     HeadConfig,
     draft_vocabulary,
+    evaluation,
     fresh_head,
-    held_out,
     identity,
     load_frozen,
     refuse_taps,
@@ -34,6 +34,7 @@ from train.head_run import (
     trained_module,
     training_stream,
 )
+from train.held_out import held_out_texts
 from train.loop import FREE, Member, fit, refuse_start, total_steps
 from train.online_expert import HeadStep, copy_module, scale_features
 from train.processes import Ranks, barrier, start
@@ -97,6 +98,7 @@ class FamilyRun:
         self.texts = Texts.load(
             config.train_tokens, config.max_length, self.pair.expert.vocab, config.max_answer_tokens
         )
+        self.held_out = held_out_texts(config, self.pair.expert.vocab, self.texts.prompt_hashes, ranks)
         self.vocabulary: DraftVocabulary = draft_vocabulary(config, self.pair.expert.vocab)
         self.rms: Tensor | None = sizes_of_features(config, self.pair, self.texts)
         self.stream: Stream = training_stream(config, self.texts, ranks, self.stops)
@@ -124,7 +126,7 @@ class FamilyRun:
         aims, target_ids = [plan.aim for plan in plans], self.vocabulary.target_ids
         [read] = {plan.input for plan in plans}
         step = HeadStep(self.pair.expert, target_ids, self.stops, aims, self.pair.amateur, read, config.seed)
-        evaluate = held_out(config, step, self.texts, self.ranks)
+        evaluate = evaluation(config, step, self.held_out, self.ranks)
         modules = {name: trained_module(config, head, self.stream, self.ranks) for name, head in heads.items()}
         depends_on = {**self.identity, "members": list(heads)}
         trained = fit(modules, self.stream, step, config, self.ranks, depends_on, argv, evaluate, part=part)

@@ -18,7 +18,7 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_pair
 from train.batches import Plan, Stream, Texts
-from train.held_out import SKIP_TRAINED, held_out_texts
+from train.held_out import SKIP_TRAINED
 from train.loop import FREE, LoopConfig, refuse_texts
 from train.online_expert import HeadStep, HeldOut, feature_rms, scale_features
 from train.processes import Ranks
@@ -149,10 +149,11 @@ def training_stream(config: HeadConfig, texts: Texts, ranks: Ranks, stops: froze
     return Stream(texts, plan, ranks.rank, count, config.loss_normalisation)
 
 
-def held_out(config: HeadConfig, step: HeadStep, texts: Texts, ranks: Ranks) -> Callable[[list], list[dict]] | None:
-    """Evaluation on the held-out texts, if there are any; `texts` are those trained on."""
-    found = held_out_texts(config, step.expert.vocab, texts, ranks)
-    return None if found is None else HeldOut(found, step, config.gamma, ranks)
+def evaluation(
+    config: HeadConfig, step: HeadStep, held_out: Texts | None, ranks: Ranks
+) -> Callable[[list], list[dict]] | None:
+    """Evaluation on the held-out texts, if there are any."""
+    return None if held_out is None else HeldOut(held_out, step, config.gamma, ranks)
 
 
 def identity(texts: Texts, target_ids: Tensor, pair: Pair) -> dict[str, str]:

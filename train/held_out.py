@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import UInt64
 
 from dcd_core.errors import UserError
 from train.batches import Texts
@@ -11,31 +12,34 @@ from train.processes import Ranks
 SKIP_TRAINED = "leave out held-out texts whose prompt is trained on; without it they are refused"
 
 
-def held_out_texts(config, vocab: int, trained: Texts, ranks: Ranks) -> Texts | None:
-    """The texts of ``--eval_tokens``; None if there are no such files.
+def held_out_texts(config, vocab: int, trained: UInt64[np.ndarray, " prompt"], ranks: Ranks) -> Texts | None:
+    """The first ``--eval_texts`` texts of ``--eval_tokens``; None if there are no such files.
 
     Args:
         config: has `eval_tokens`, `eval_texts`, `max_length` and `skip_trained`.
         vocab: ids of the expert.
+        trained: hashes of the prompts that are trained on, and of those that were before.
     Raises:
         UserError: see :meth:`Texts.load`; texts that begin as training texts do, up to the first answer, and are not to
             be left out; or none is left.
     """
     if not config.eval_tokens:
         return None
-    texts = Texts.load(config.eval_tokens, config.max_length, vocab, first=config.eval_texts)
-    read = np.isin(texts.prompts, trained.prompt_hashes)
-    if not read.any():
+    first = 0 if config.skip_trained else config.eval_texts
+    texts = Texts.load(config.eval_tokens, config.max_length, vocab, first=first)
+    read = np.isin(texts.prompts, trained)
+    kept = ~read & (np.cumsum(~read) <= (config.eval_texts or len(texts)))
+    if kept.all():
         return texts
     words = f"{int(read.sum())} of the {len(texts)} texts in {', '.join(config.eval_tokens)}"
     if not config.skip_trained:
-        first = texts.samples[int(read.argmax())].id
+        named = texts.samples[int(read.argmax())].id
         raise UserError(
-            f"{words} answer prompts that are trained on (the first: '{first}'), so they are not held out; give "
+            f"{words} answer prompts that are trained on (the first: '{named}'), so they are not held out; give "
             "others, or leave these out with --skip_trained"
         )
     if read.all():
         raise UserError(f"{words} answer prompts that are trained on: none is left to evaluate on; give others")
     if ranks.first:
         print(f"{words} left out: their prompts are trained on", flush=True)
-    return texts.only(~read)
+    return texts.only(kept)

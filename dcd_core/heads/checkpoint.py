@@ -202,7 +202,7 @@ def load_head(
         folder: a local folder or a hub id.
         expert: the LanguageModel it will draft for; a head of another expert is refused, and the head takes its dtype
             and device.
-        amateur: the LanguageModel that the head reads beside the expert, if it reads one; as strictly.
+        amateur: the LanguageModel that the head reads beside the expert, or imitates, if it does; as strictly.
         dtype, device: override the expert's; without either fp32 on the CPU.
     Raises:
         UserError: naming every missing, unexpected or wrongly shaped tensor; contradictory vocabulary maps; NaN or inf
@@ -227,8 +227,8 @@ def load_head(
 
 
 def fitting_config(folder: str | Path, expert, amateur=None) -> Eagle3Config:
-    """The shape of a head, once it is sure that it is this expert's (and amateur's, if it reads one); where the head
-    does not say which layers it taps, they are the expert's.
+    """The shape of a head, once it is sure that it is this expert's, and this amateur's if it was trained beside one;
+    where the head does not say which layers it taps, they are the expert's.
 
     Raises:
         UserError: see :func:`check_expert` and :func:`check_amateur`.

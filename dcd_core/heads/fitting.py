@@ -37,7 +37,8 @@ def check_expert(config: Eagle3Config, expert, stated_rope: tuple[float | None, 
 
 def check_amateur(config: Eagle3Config, expert, amateur, where: str) -> None:
     """Refuse a head that reads another amateur, or that says it was trained beside another one (of which it read the
-    features, or which its target was made of); other heads fit any.
+    features, or which its target was made of); other heads fit any. An amateur in fp16 is known by its shape alone: its
+    weights were rounded twice.
 
     Raises:
         UserError: no amateur where one is read; naming every field that differs; or another amateur of those shapes.
@@ -45,7 +46,7 @@ def check_amateur(config: Eagle3Config, expert, amateur, where: str) -> None:
     if config.kind == "dual_input":
         _check_amateur_shapes(config, expert, amateur, where)
     if amateur is None or not config.amateur_identity or amateur.dtype == torch.float16:
-        return  # weights that went through fp16 were rounded twice, and cannot be told
+        return
     if config.amateur_identity != model_identity(amateur.model):
         raise UserError(
             f"{where} was trained beside another amateur than {amateur.name}, whose weights or settings are not those "

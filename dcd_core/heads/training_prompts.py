@@ -51,7 +51,7 @@ def read_training_prompts(folder: Path) -> UInt64[np.ndarray, " prompt"] | None:
     try:
         with path.open("rb") as handle:
             hashes = np.lib.format.read_array(handle, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # numpy lets out what its parsers of a broken header say
         raise UserError(f"{path} is damaged ({error}); {CURE}") from None
     if hashes.dtype != np.uint64 or hashes.ndim != 1 or (hashes[1:] <= hashes[:-1]).any():
         raise UserError(f"{path} is no sorted list of hashes; {CURE}")

@@ -1,9 +1,11 @@
 """The cross-alpha section of the report: verdicts, matrix, intervals, ceilings, the paper's beside ours. No torch."""
 
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from dcd_core.files import file_hash
 from diagnostics import paper
 from diagnostics.cross_alpha_summary import FAMILY, change_between, read_matrix, summarise_replays
 from diagnostics.records import Records, read_records
@@ -161,7 +163,14 @@ def _against(first: tuple[Records, dict], records: Records, found: dict, entry: 
 
 
 def _summarise(run: Run, resamples: int, seed: int) -> tuple[Records, dict]:
-    records = read_records(run.folder / "replays.parquet", "replays")
+    path = run.folder / "replays.parquet"
+    return _summed(path, file_hash(path), resamples, seed)
+
+
+@lru_cache(maxsize=64)
+def _summed(path: Path, _digest: str, resamples: int, seed: int) -> tuple[Records, dict]:
+    """Kept, by what the file holds: a matrix stands alone and beside the others, and its intervals take seconds."""
+    records = read_records(path, "replays")
     settings = records.provenance.get("settings", {})
     gamma, margin = settings.get("gamma", GAMMA), settings.get("margin", MARGIN)
     return records, summarise_replays(records.rows, gamma, margin, resamples, seed)

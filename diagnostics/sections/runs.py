@@ -226,7 +226,7 @@ def _refuse_other_records(folder: Path, known: dict[str, str] | None) -> None:
         return
     if not isinstance(known, dict):
         raise UserError(f"{folder / 'metrics.json'} must name its tables under 'records', got {known!r}")
-    for name in (*known, *MARKS):
+    for name in dict.fromkeys((*known, *MARKS)):
         path = folder / name
         if path.is_file() and file_hash(path) != known.get(name):
             raise UserError(
