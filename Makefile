@@ -9,6 +9,8 @@ VENV ?= .venv
 VENV_MIN ?= .venv-min
 # Processes for the tests; each one computes with a single thread.
 TEST_JOBS ?= 2
+# A file's tests stay on one process: what they share is dear to make.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 # What `make report` draws from, run folders or folders of them, and where to.
 RECORDS ?= runs
@@ -62,11 +64,11 @@ $(STAMP_MIN): $(STAMP)
 test: test-newest test-oldest ## all tests, then cache, models and generation on the oldest supported transformers
 
 test-newest: $(STAMP)
-	$(RUN) -m pytest -q -n $(TEST_JOBS) --dist loadgroup
+	$(RUN) -m pytest -q -n $(TEST_JOBS) $(BY_FILE)
 
 test-oldest: $(STAMP_MIN)
 	$(VENV_MIN)/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
-	$(VENV_MIN)/bin/python -m pytest -q -n $(TEST_JOBS) $(OLDEST)
+	$(VENV_MIN)/bin/python -m pytest -q -n $(TEST_JOBS) $(BY_FILE) $(OLDEST)
 
 quality: $(STAMP) ## ruff, and which room may import which
 	$(RUN) -m ruff check .

@@ -26,8 +26,6 @@ from diagnostics.certificate.laws import TARGETS, Laws, law_cases, offers, toy_m
 from diagnostics.certificate.page import Line, render, summary, table_of
 from diagnostics.certificate.pair import DRAFTED, PROMPT, VOCAB, counted, exact_law, texts, toy_pair
 
-pytestmark = pytest.mark.xdist_group("certificate")  # one worker, or the certificate is made twice
-
 
 @pytest.fixture(scope="module")
 def toy():

@@ -17,6 +17,7 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Settings, decode
 from dcd_core.divergence import acceptance, total_variation
 from dcd_core.errors import UserError
+from dcd_core.files import file_hash
 from dcd_core.heads.checkpoint import load_head_config
 from dcd_core.heads.family import join_features
 from dcd_core.loading import load_models
@@ -191,7 +192,10 @@ def test_two_ranks_find_what_one_finds(world, run, tmp_path):
     one, two = (read_records(folder / "replays.parquet", "replays") for folder in (run, tmp_path / "two"))
     pd.testing.assert_frame_equal(one.rows, two.rows)
     summaries = [json.loads((folder / "metrics.json").read_text()) for folder in (run, tmp_path / "two")]
+    # the files differ in their provenance, which names the folder
+    files = [found.pop("records")["replays.parquet"] for found in summaries]
     assert summaries[0] == summaries[1]
+    assert files == [file_hash(folder / "replays.parquet") for folder in (run, tmp_path / "two")]
     assert not (tmp_path / "two" / "parts").exists()
 
 

@@ -14,7 +14,6 @@ from data_prep.pipeline_file import ROOT, fill
 from dcd_core.heads.family import Family
 from diagnostics.records import read_records
 
-pytestmark = pytest.mark.xdist_group("experiment")  # one worker, or the experiment is made twice
 FILE = "configs/pipelines/cross_alpha_toy.yaml"
 SMALL = {"pair_steps": 80, "texts": 64, "prompts": 6, "tokens": 12, "decoded": 2}
 ALPHAS, SEEDS = (0.0, 0.1, 0.3, 0.5), (0, 1)

@@ -12,7 +12,6 @@ from dcd_core.heads.family import Family
 from train import amateur, cross_alpha
 from train.eagle3 import main
 
-pytestmark = pytest.mark.xdist_group("ranks")  # one worker, or the runs that all tests share are made twice
 STEPS = ["--max_steps=10", "--epochs=3"]
 
 
