@@ -154,10 +154,10 @@ def main(argv: list[str] | None = None) -> int:
     models = (config.expert, config.amateur, config.head, config.dtype, config.device, config.lm, config.amateur_head)
     decoder = load(*models)
     decoder.contrast = contrast_of(config, decoder)
-    tallies = {method: Tally() for method in config.methods}
+    tallies, ratios = {method: Tally() for method in config.methods}, []
     try:
         if config.compare:
-            compare(decoder, prompts, config, tallies)
+            compare(decoder, prompts, config, tallies, ratios)
         elif config.batch > 1:
             answer_together(decoder, prompts, config, tallies[config.method])
         else:
@@ -167,9 +167,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(flush=True)
         say("interrupted; what was written until then:")
-        report(tallies, config)
+        report(tallies, config, ratios)
         return 130
-    report(tallies, config)
+    report(tallies, config, ratios)
     return 0
 
 
@@ -287,16 +287,28 @@ def answer_together(decoder: Decoder, prompts: list[Prompt], config: Config, tal
         tally.seconds += time.perf_counter() - start
 
 
-def compare(decoder: Decoder, prompts: list[Prompt], config: Config, tallies: dict[str, Tally]) -> None:
-    """Both methods answer every prompt, taking turns at being first; then whether their texts are equal."""
+def compare(
+    decoder: Decoder, prompts: list[Prompt], config: Config, tallies: dict[str, Tally], ratios: list[float]
+) -> None:
+    """Both methods answer every prompt, taking turns at being first; then whether their texts are equal.
+
+    Args:
+        ratios: to be filled with that of their speeds on every prompt where both have one.
+    """
     warm = replace(config, max_new_tokens=min(WARM_UP, config.max_new_tokens))
     for method in config.methods:
         list(decoder.stream(prompts[0], method, **warm.options))
     differences = []
     for index, prompt in enumerate(prompts):
-        made = {}
+        made, own = {}, {method: Tally() for method in config.methods}
         for method in config.methods if index % 2 == 0 else config.methods[::-1]:
-            made[method] = answer_one(decoder, prompt, config, tallies[method], method, titled=len(prompts) > 1)
+            try:
+                made[method] = answer_one(decoder, prompt, config, own[method], method, titled=len(prompts) > 1)
+            finally:  # one that was interrupted counts with what was written
+                tallies[method].join(own[method])
+        speeds = [own[method].tokens_per_second for method in config.methods]
+        if all(speeds):
+            ratios.append(speeds[0] / speeds[1])
         left, right = (made[method].generation.ids for method in config.methods)
         if left != right:
             same = (i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])
@@ -328,13 +340,16 @@ def print_json(answer: Answer, method: str) -> None:
     print(json.dumps(fields, ensure_ascii=False), flush=True)
 
 
-def report(tallies: dict[str, Tally], config: Config) -> None:
-    """How fast each method was and, of two, the ratio."""
+def report(tallies: dict[str, Tally], config: Config, ratios: list[float]) -> None:
+    """How fast each method was and, of two, the ratio with its spread over prompts."""
     for method, tally in tallies.items():
         say(f"{method}: {tally}")
     speeds = [tally.tokens_per_second for tally in tallies.values()]
     if config.compare and all(speeds):
-        say(f"speed-up of {config.method} over {config.compare}: {speeds[0] / speeds[1]:.2f}")
+        spread = (
+            f"prompt by prompt {min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "one prompt says little"
+        )
+        say(f"speed-up of {config.method} over {config.compare}: {speeds[0] / speeds[1]:.2f} ({spread})")
 
 
 def say(text: str) -> None:

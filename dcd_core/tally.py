@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from dcd_core.decode_types import Generation
 
@@ -39,6 +39,11 @@ class Tally:
         )
         self.prefill_s += generation.prefill_s
         self.seconds += seconds
+
+    def join(self, other: Tally) -> None:
+        """Count the answers of another tally too."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -266,7 +267,14 @@ def test_a_comparison_takes_turns_and_says_what_is_equal(world, cd, capsys, monk
     assert lines[0] == "texts: 3 of 3 equal"
     assert lines[1].startswith("dcd_eagle3: 3 answers, ") and lines[2].startswith("cd: 3 answers, ")
     assert lines[1].split(", ")[1] == lines[2].split(", ")[1], "as many tokens"
-    assert lines[3].startswith("speed-up of dcd_eagle3 over cd: ") and float(lines[3].split()[-1]) > 0
+    told = re.fullmatch(r"speed-up of dcd_eagle3 over cd: (.*) \(prompt by prompt (.*) to (.*)\)", lines[3]).groups()
+    figure, low, high = map(float, told)
+    assert 0 < low <= figure <= high
+
+
+def test_the_speed_of_one_answer_is_said_to_be_little(world, capsys):
+    entry.main(flags(world, "--prompt=w1 w2", "--compare=cd"))
+    assert capsys.readouterr().err.splitlines()[-1].endswith("(one prompt says little)")
 
 
 @pytest.mark.parametrize(
