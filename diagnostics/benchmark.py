@@ -36,7 +36,7 @@ from diagnostics.parts import Parts
 from diagnostics.prediction import with_predictions
 from diagnostics.records import read_records, write_records
 from diagnostics.round_summary import summarise_rounds
-from diagnostics.unread import UnreadFlags
+from diagnostics.unread import UnreadFlags, heads_used
 
 SHORTFALL = 0.9  # a method that measures below this part of its prediction is pointed out
 
@@ -121,7 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.read_limit, **arguments)
-    prompts = config.unread(prompts, [config.head, config.amateur_head], config.prompts)
+    used = heads_used([entry.method for entry in config.entries], config.head, config.amateur_head)
+    prompts = config.unread(prompts, used, config.prompts)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     lm = load_scorer(config.lm, pair) if config.lm else None
     heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}

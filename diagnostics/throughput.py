@@ -28,7 +28,7 @@ from dcd_core.prompts import read_prompts
 from diagnostics.contest import WITHOUT_LM, Entry, refuse_lazy, refuse_lm
 from diagnostics.loading import inputs_key
 from diagnostics.parts import Parts
-from diagnostics.unread import UnreadFlags
+from diagnostics.unread import UnreadFlags, heads_used
 
 BASELINE = "cd"
 
@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     arguments = template_arguments(config.template_args)
     prompts, stops = read_prompts(config.prompts, config.expert, config.read_limit, **arguments)
-    prompts = config.unread(prompts, [config.head, config.amateur_head], config.prompts)
+    used = heads_used([Entry.parse(label).method for label in config.methods], config.head, config.amateur_head)
+    prompts = config.unread(prompts, used, config.prompts)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}
     methods = {label: assemble(Entry.parse(label).method, pair, **heads) for label in config.methods}

@@ -10,6 +10,7 @@ from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import locate
 from dcd_core.heads.training_prompts import read_training_prompts, trained_on
+from dcd_core.methods import METHODS
 
 NAMED = 5
 """Prompts that a refusal names."""
@@ -38,7 +39,11 @@ class UnreadFlags:
             UserError: there are others, by number and name, and they are not to be left out; or none is left.
         """
         lists = {head: read_training_prompts(locate(head)) for head in filter(None, heads)}
+        silent = [head for head, hashes in lists.items() if hashes is None]
         lists = {head: hashes for head, hashes in lists.items() if hashes is not None}
+        first = os.environ.get("RANK", "0") == "0"
+        if self.skip_trained and silent and first:
+            print(f"it is not known which prompts these heads were trained on: {', '.join(silent)}")
         left = list(prompts)
         for head, known in zip(lists, trained_on(prompts, *lists.values()), strict=True):
             if not known:
@@ -55,6 +60,13 @@ class UnreadFlags:
             left = [prompt for prompt in left if prompt.id not in gone]
         if not left:
             raise UserError(f"no prompt in {where} is left: heads were trained on all of them; give others")
-        if len(left) < len(prompts) and os.environ.get("RANK", "0") == "0":
+        if len(left) < len(prompts) and first:
             print(f"{where}: {len(prompts) - len(left)} of {len(prompts)} prompts left out: heads were trained on them")
         return left[: self.limit or None]
+
+
+def heads_used(methods: Iterable[str], head: str, amateur_head: str) -> list[str]:
+    """Those of two heads that some of these methods draft with."""
+    asked = [METHODS[method] for method in methods]
+    used = [head] if any(method.needs_head for method in asked) else []
+    return used + ([amateur_head] if any(method.needs_amateur_head for method in asked) else [])

@@ -223,7 +223,7 @@ def test_an_amateur_of_the_same_shape_with_other_weights_is_refused(tmp_path):
     load_head(tmp_path / "head", tiny_model(kind), LanguageModel(copy.deepcopy(own.model).half(), 96, TAPS))
     with torch.no_grad():
         own.model.model.layers[-1].mlp.up_proj.weight[0, 0] += 1
-    with pytest.raises(UserError, match="trained beside another amateur than .*weights or settings.*; give"):
+    with pytest.raises(UserError, match="trained beside another amateur than .*other weights or settings; give that"):
         load_head(tmp_path / "head", tiny_model(kind), own)
     head.config = head.config.replace(amateur_identity="")
     save_head(tmp_path / "silent", head)

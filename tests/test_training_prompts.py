@@ -23,6 +23,7 @@ from dcd_core.heads.checkpoint import load_head, locate, save_head
 from dcd_core.heads.family import CONTROLS, FamilyMember, write_manifest
 from dcd_core.heads.training_prompts import PROMPTS, hash_prompts, read_training_prompts, trained_on
 from dcd_core.prompts import read_prompts
+from diagnostics.unread import heads_used
 
 READ = [[5, 6, 7], [5, 9], [70000, 1], [5, 9]]
 
@@ -178,6 +179,7 @@ MEASUREMENTS = (
     ("signal_error", ROLES | {"direct_head": "direct"}),
     ("throughput", ROLES),
 )
+METHODS_OF = {name: ("cd", "dcd_eagle3", "dual") for name in ("benchmark", "throughput")}
 INSIDE = {"family": "heads/alpha_0.5_seed_1", "beside": "heads/alpha_0_seed_0", "dual": "heads/amateur_seed_0"}
 UNMEASURED = {"identity": "texts, not drafts", "lossless": "laws and texts, not drafts", "overhead": "time, not drafts"}
 
@@ -208,6 +210,8 @@ def test_a_measurement_on_trained_prompts_is_refused(world, tmp_path, monkeypatc
     flags = [f"--expert={world / 'expert'}", f"--amateur={world / 'amateur'}", f"--prompts={world / 'prompts.jsonl'}"]
     for flag, names in drafters.items():
         flags += [f"--{flag}", *(str(world / one) for one in given(names))]
+    if name in METHODS_OF:
+        flags += ["--methods", *METHODS_OF[name]]
     flags += [f"--output={tmp_path / 'out'}"]
 
     def loads(*_, **__):
@@ -225,7 +229,9 @@ def test_a_measurement_on_trained_prompts_is_refused(world, tmp_path, monkeypatc
         assert not (tmp_path / "out").exists()
         with pytest.raises(Loaded):
             entry.main([*flags, "--skip_trained"])
-        assert "2 of 5 prompts left out" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "2 of 5 prompts left out" in shown
+        assert ("not known" in shown) == (sum(len(given(one)) for one in drafters.values()) > 1 or "family" in drafters)
         np.save(listed, hash_prompts([prompt.ids for prompt in prompts]))
         with pytest.raises(UserError, match="no prompt in .* is left"):
             entry.main([*flags, "--skip_trained"])
@@ -235,6 +241,12 @@ def test_a_measurement_on_trained_prompts_is_refused(world, tmp_path, monkeypatc
         assert "left out" not in capsys.readouterr().out
     finally:
         listed.unlink()
+
+
+def test_a_head_that_no_method_drafts_with_is_not_asked():
+    assert heads_used(["cd", "dcd_ngram", "scd"], "e", "f") == []
+    assert heads_used(["cd", "expert_sd"], "e", "f") == ["e"]
+    assert heads_used(["dual", "cd"], "e", "f") == ["e", "f"]
 
 
 def test_every_script_that_takes_a_head_looks():

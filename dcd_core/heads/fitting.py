@@ -49,9 +49,8 @@ def check_amateur(config: Eagle3Config, expert, amateur, where: str) -> None:
         return
     if config.amateur_identity != model_identity(amateur.model):
         raise UserError(
-            f"{where} was trained beside another amateur than {amateur.name}, whose weights or settings are not those "
-            "that it names; give the amateur that it was trained with (or, to draft with this one all the same, take "
-            "amateur_identity out of its config.json)"
+            f"{where} was trained beside another amateur than {amateur.name}, with other weights or settings; give that"
+            " one (or, to draft with this one all the same, take amateur_identity out of the head's config.json)"
         )
 
 

@@ -230,8 +230,8 @@ def _refuse_other_records(folder: Path, known: dict[str, str] | None) -> None:
         path = folder / name
         if path.is_file() and file_hash(path) != known.get(name):
             raise UserError(
-                f"{folder} mixes two runs: its metrics.json was not made with the {name} beside it; restore both, or "
-                "leave this run out"
+                f"{folder}: metrics.json was not made with the {name} beside it, which is another run's or damaged; "
+                "restore it (or take it away, if this run has none), or leave this run out"
             )
 
 
