@@ -129,6 +129,10 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path, capsys):
     # the first four of the six are three that may be looked at, and the sixth is the fourth of these
     more = [f"--eval_tokens={tmp_path / 'mixed.parquet'}", "--skip_trained", "--eval_texts=4"]
     train.eagle3.main(options(toy, tmp_path / "four", *short, *more))
+    capsys.readouterr()
+    few = [f"--eval_tokens={tmp_path / 'clean.parquet'}", "--skip_trained", "--eval_texts=2"]
+    train.eagle3.main(options(toy, tmp_path / "two", *short, *few))
+    assert "left out" not in capsys.readouterr().out, "a smaller number of texts is not one that was trained on"
     runs = ("head", "clean", "four")
     figures = [json.loads((tmp_path / name / "metrics.json").read_text())["eval"] for name in runs]
     assert figures[0] == figures[1] == figures[2], "what is left is what is evaluated"

@@ -40,6 +40,6 @@ def held_out_texts(config, vocab: int, trained: UInt64[np.ndarray, " prompt"], r
         )
     if read.all():
         raise UserError(f"{words} answer prompts that are trained on: none is left to evaluate on; give others")
-    if ranks.first:
+    if ranks.first and read.any():
         print(f"{words} left out: their prompts are trained on", flush=True)
     return texts.only(kept)
