@@ -38,31 +38,42 @@ class Step:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer of :class:`KVCache`, in the interface that transformers' models call."""
+    """One layer of :class:`KVCache`, in the interface that transformers' models call.
 
-    def __init__(self, owner: KVCache, store: Float[Tensor, "two batch heads capacity dim"]):
+    Keys and values stand in one buffer where they have one shape, so that what moves moves at once, else in two.
+    """
+
+    def __init__(self, owner: KVCache):
         super().__init__()
         self.owner = owner
-        self.hold(store)
+        self.stores: tuple[Float[Tensor, "part batch heads capacity _"], ...] = ()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the buffers, whose sizes the first pass shows: models differ in how they state them."""
+        one = key_states.shape == value_states.shape
+        self.hold(
+            tuple(
+                states.new_zeros(2 if one else 1, *states.shape[:2], self.owner.capacity, states.shape[3])
+                for states in ((key_states,) if one else (key_states, value_states))
+            )
+        )
+        self.device = key_states.device
         self.is_initialized = True
-        self.device = store.device
 
-    def hold(self, store: Float[Tensor, "two batch heads capacity dim"]) -> None:
-        """Keep keys and values in this one buffer, so that what moves moves at once."""
-        self.store = store
-        self.keys, self.values = store[0], store[1]
-
-    def lazy_initialization(self, *args, **kwargs) -> None:
-        """Nothing is lazy here: the buffers exist from the start."""
+    def hold(self, stores: tuple[Float[Tensor, "part batch heads capacity _"], ...]) -> None:
+        self.stores = stores
+        self.keys, self.values = stores[0][0], stores[-1][-1]
 
     def update(
         self,
         key_states: Float[Tensor, "batch heads width dim"],
-        value_states: Float[Tensor, "batch heads width dim"],
+        value_states: Float[Tensor, "batch heads width value_dim"],
         *args,
         **kwargs,
     ) -> tuple[Tensor, Tensor]:
         step = self.owner.current_step()
+        if not self.stores:
+            self.lazy_initialization(key_states, value_states)
         width = key_states.shape[2]
         if width != step.slots.shape[1]:
             raise ValueError(f"the pass was planned for {step.slots.shape[1]} new tokens but brings {width}")
@@ -79,7 +90,7 @@ class SlotLayer(CacheLayerMixin):
         return max(self.owner.lengths)
 
     def get_max_length(self) -> int:
-        return self.keys.shape[2]
+        return self.owner.capacity
 
     # the name of the same question in older transformers 5 releases
     get_max_cache_shape = get_max_length
@@ -92,33 +103,26 @@ class KVCache(Cache):
     """Preallocated key/value cache with a length per row (see the module's contract).
 
     Args:
-        layers, kv_heads, head_dim: shape of the model's attention.
+        layers: of the model's attention.
         batch, capacity: rows, and slots per row.
+        windowed: some layers see a window only (:meth:`windowed`), so the position of every slot is kept.
     """
 
-    def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, batch: int, capacity: int, dtype: torch.dtype, device
-    ):
-        shape = (2, batch, kv_heads, capacity, head_dim)
-        super().__init__(
-            layers=[SlotLayer(self, torch.zeros(shape, dtype=dtype, device=device)) for _ in range(layers)]
-        )
+    def __init__(self, layers: int, batch: int, capacity: int, device, windowed: bool = False):
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
         self.capacity = capacity
         self.device = torch.device(device)
         self.lengths = [0] * batch
+        self.slot_positions = torch.arange(capacity, device=device).repeat(batch, 1) if windowed else None
         self._index_rows()
         self._step: Step | None = None
-
-    @classmethod
-    def for_config(cls, config, batch: int, capacity: int, dtype, device, layers: int | None = None) -> KVCache:
-        """A cache for a model of this transformers configuration (or any object with the same field names)."""
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        layers = config.num_hidden_layers if layers is None else layers
-        return cls(layers, config.num_key_value_heads, head_dim, batch, capacity, dtype, device)
 
     @property
     def batch(self) -> int:
         return len(self.lengths)
+
+    def _stores(self) -> list[Tensor]:
+        return [store for layer in self.layers for store in layer.stores]
 
     def _index_rows(self) -> None:
         self.row_index = torch.arange(len(self.lengths), device=self.device)[:, None]
@@ -164,7 +168,16 @@ class KVCache(Cache):
             start, slots = None, offsets + columns
             mask, base = self._ragged_mask(columns, offsets - open_slots, open_slots, tree_mask), offsets - open_slots
         self._step = Step(slots if depths is None else base + depths, mask[:, None], slots, start, longest + width)
+        if self.slot_positions is not None:
+            self.slot_positions.scatter_(1, slots, self._step.positions)
         return self._step
+
+    def windowed(self, step: Step, window: int) -> Bool[Tensor, "batch 1 width extent"]:
+        """The mask of a layer whose tokens see the newest ``window`` positions only, their own included."""
+        if step.extent <= window:
+            return step.mask
+        behind = step.positions[:, :, None] - self.slot_positions[:, None, : step.extent]
+        return step.mask & (behind < window)[:, None]
 
     def _level_mask(self, slots: Tensor, before: int, tree_mask: Tensor | None) -> Bool[Tensor, "batch width extent"]:
         """Rows of one length: the slots ``before`` what the tree mask decides on, which all may see, then that mask."""
@@ -206,8 +219,10 @@ class KVCache(Cache):
         if depth > 1:  # a path of one token is the root, which stands where it belongs
             source = step.slots.gather(1, path[:, :depth].to(self.device))[:, 1:]
             target = step.slots[:, 1:depth]
-            for layer in self.layers:
-                layer.store[:, self.row_index, :, target] = layer.store[:, self.row_index, :, source]
+            for store in self._stores():
+                store[:, self.row_index, :, target] = store[:, self.row_index, :, source]
+            if self.slot_positions is not None:
+                self.slot_positions.scatter_(1, target, target)
         self.commit(counts)
 
     def rollback(self, lengths: list[int]) -> None:
@@ -221,7 +236,10 @@ class KVCache(Cache):
         """Keep these rows, in this order; the others leave the batch."""
         index = torch.tensor(rows, device=self.device)
         for layer in self.layers:
-            layer.hold(layer.store.index_select(1, index))
+            if layer.stores:
+                layer.hold(tuple(store.index_select(1, index) for store in layer.stores))
+        if self.slot_positions is not None:
+            self.slot_positions = self.slot_positions[index]
         self.lengths = [self.lengths[row] for row in rows]
         self._index_rows()
         self._step = None
@@ -231,7 +249,10 @@ class KVCache(Cache):
         if other.capacity != self.capacity:
             raise ValueError(f"cannot join caches of {self.capacity} and {other.capacity} slots a row")
         for layer, entering in zip(self.layers, other.layers, strict=True):
-            layer.hold(torch.cat([layer.store, entering.store], dim=1))
+            if layer.stores:
+                layer.hold(tuple(torch.cat(both, dim=1) for both in zip(layer.stores, entering.stores, strict=True)))
+        if self.slot_positions is not None:
+            self.slot_positions = torch.cat([self.slot_positions, other.slot_positions])
         self.lengths = self.lengths + other.lengths
         self._index_rows()
         self._step = None

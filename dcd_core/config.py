@@ -5,6 +5,8 @@ text. The keys of a YAML file given by `--config` become flags placed before the
 types, choices and unknown names for both, and what was typed wins.
 """
 
+from dcd_core.environment import CHECK_MODELS
+
 import argparse
 import dataclasses
 import difflib
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from transformers.hf_argparser import HfArgumentParser
+from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, check_output_folder, file_hash, write_json_atomic, write_text_atomic
@@ -46,6 +48,8 @@ NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^-(inf|nan)$"
 def parse_config(cls: type[Settings], argv: list[str] | None = None, description: str | None = None) -> Settings:
     """Make a `cls` from its defaults, the YAML files given by `--config` (in order), and the other flags in `argv`.
 
+    A script with an expert also takes `--check_models false`, which loads models without dcd_core.model_check.
+
     A null in a YAML file means the default. `--local_rank`, which the deepspeed launcher adds, is accepted and dropped
     (the launcher also sets LOCAL_RANK). Raises UserError for an unknown flag or key, a value of the wrong type, a
     number that is not finite, or what the dataclass's own checks refuse (ValueError in __post_init__).
@@ -60,6 +64,7 @@ def parse_config(cls: type[Settings], argv: list[str] | None = None, description
         raise UserError(str(error)) from None
     from_files = [flag for path in given.config for flag in parser.flags_from_yaml(path)]
     values = vars(parser.parse_args(from_files + typed))
+    os.environ[CHECK_MODELS] = str(int(values.get("check_models", True)))
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     for name in fields:
         for number in values[name] if isinstance(values[name], list) else [values[name]]:
@@ -237,6 +242,9 @@ class _Parser(HfArgumentParser):
         self.fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         # shown in the help only: parse_config has taken it out of the arguments
         self.add_argument("--config", metavar="FILE", help="YAML file with any of these settings; flags win over it")
+        if "expert" in self.fields:
+            text = "compare a few tokens with the model's own forward when a model is loaded"
+            self.add_argument("--check_models", type=string_to_bool, default=True, help=text)
         if "local_rank" not in self.fields:
             self.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
 

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ from transformers.generation import (
 )
 
 from dcd_core.api import METHOD, make_settings, refuse_missing
+from dcd_core.architecture import text_config
 from dcd_core.decode import Assembled, Generation, Prompt, Settings, check_prompt, decode, stream
 from dcd_core.errors import UserError
 from dcd_core.heads.checkpoint import fitting_config, load_head, load_head_config
@@ -50,6 +52,7 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.fitting import check_expert
 from dcd_core.loading import check_draft_vocabulary, check_taps
 from dcd_core.methods import assemble
+from dcd_core.model_check import check_model
 from dcd_core.models import LanguageModel, Pair, id_table, load_model, load_tokenizer, shared_vocabulary
 
 FOLDER = str(Path(__file__).resolve().parent / "custom_generate_folder")
@@ -57,6 +60,8 @@ PLAIN_MODES = ("greedy_search", "sample")
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 OF_THE_LOOP = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values")
 """What generate prepares for its own loop; the rest of what reaches the model's forward is refused."""
+CHECKED: WeakSet[nn.Module] = WeakSet()
+"""Models that were compared with their own forward already."""
 
 
 def contrastive(
@@ -243,7 +248,7 @@ def taps_of(head, role: str, model: nn.Module | None) -> tuple[int, ...] | None:
     config = load_head_config(head) if isinstance(head, str | Path) else head.config
     taps = config.feature_layers if role == "expert" else config.amateur_feature_layers
     if taps:
-        check_taps(taps, model.config.num_hidden_layers, call(head), model.config._name_or_path, role)
+        check_taps(taps, text_config(model.config).num_hidden_layers, call(head), model.config._name_or_path, role)
     return taps
 
 
@@ -268,18 +273,20 @@ def call(head) -> str:
 
 @contextmanager
 def borrowed(model: nn.Module, vocab: int, taps: tuple[int, ...] | None = None) -> Iterator[LanguageModel]:
-    """Someone's model as a LanguageModel, which freezes it; afterwards it trains as it did and has no taps.
+    """Someone's model as a LanguageModel, which freezes it; afterwards it trains as it did and has no taps. A model is
+    checked when it is first met (:mod:`dcd_core.model_check`).
 
     Raises:
-        UserError: it is not built like Llama or Qwen3, or has another attention than sdpa.
+        UserError: its family or its attention is not supported.
     """
-    if not hasattr(model, "lm_head") or not hasattr(getattr(model, "model", None), "layers"):
-        raise UserError(f"{type(model).__name__} is no Llama- or Qwen3-style model (model.layers and lm_head)")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = [module for module in model.modules() if module.training]
     wrapped = None
     try:
         wrapped = LanguageModel(model, vocab, taps)
+        if model not in CHECKED:
+            check_model(wrapped)
+            CHECKED.add(model)
         yield wrapped
     finally:
         if wrapped is not None:
@@ -296,14 +303,14 @@ def shared_ids(model: nn.Module, *others: nn.Module | None) -> int:
     Raises:
         UserError: vocabularies that differ; without tokenizers, outputs of different widths.
     """
-    width, name = model.config.vocab_size, str(model.config._name_or_path or "")
+    width, name = text_config(model.config).vocab_size, str(model.config._name_or_path or "")
     tokenizer = kept_tokenizer(name, stamp(name)) if name else None
     vocab = len(id_table(tokenizer)) if tokenizer else width
     widths = [width]
     for other in others:
         if other is None:
             continue
-        widths.append(other.config.vocab_size)
+        widths.append(text_config(other.config).vocab_size)
         second = str(other.config._name_or_path or "")
         if tokenizer and second and kept_tokenizer(second, stamp(second)):
             same_ids(name, second, stamp(name), stamp(second))

@@ -21,6 +21,9 @@ SETTINGS = {
     "MPLBACKEND": "Agg",
 }
 
+CHECK_MODELS = "DCD_CHECK_MODELS"
+"""0 loads models without comparing them with their own forward (:mod:`dcd_core.model_check`)."""
+
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
 if sys.stderr is None or not sys.stderr.isatty():

@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
+from dcd_core.architecture import text_config
 from dcd_core.files import content_hash
 
 ROWS = 8
@@ -25,6 +26,14 @@ DECIDING = (
     "rope_parameters",
     "rope_scaling",
     "tie_word_embeddings",
+    "logits_scaling",
+    "logit_scale",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "query_pre_attn_scalar",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
 )
 """Settings that decide what the weights compute; others, such as the version that wrote them, may change."""
 
@@ -38,7 +47,7 @@ def model_identity(model: nn.Module) -> str:
     does not matter.
     """
     digest = hashlib.sha256()
-    settings = model.config.to_dict()
+    settings = text_config(model.config).to_dict()
     digest.update(content_hash({name: str(settings[name]) for name in DECIDING if name in settings}).encode())
     for name, weight in model.named_parameters():
         rows = weight.detach().reshape(max((1, *weight.shape[:1])), -1)

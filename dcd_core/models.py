@@ -5,7 +5,9 @@ Everything that touches transformers' model and cache interfaces sits here and i
 
 from __future__ import annotations
 
-import inspect
+from dcd_core.environment import CHECK_MODELS
+
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +17,20 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from dcd_core.architecture import (
+    AttentionMasks,
+    FixedRotary,
+    OutputLayer,
+    base_model,
+    best_attention,
+    cache_keyword,
+    decoder_layers,
+    learned_positions,
+    text_config,
+)
 from dcd_core.cache import KVCache
 from dcd_core.errors import UserError
+from dcd_core.model_check import check_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -45,55 +59,45 @@ def default_feature_layers(layers: int) -> tuple[int, int, int]:
     return (2, layers // 2, layers - 3)
 
 
-def refuse_unsupported(config, name: str) -> None:
-    """Refuse what the 4D masks of the cache cannot serve.
-
-    Raises:
-        UserError: another attention than sdpa, or layers with a sliding window.
-    """
-    attention = getattr(config, "_attn_implementation", None) or ""
-    if attention not in ("", "sdpa"):  # flash ignores such masks, eager would add them to the scores
-        raise UserError(f"{name}: {attention} attention takes no 4D bool masks; load it with attn_implementation=sdpa")
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or [])
-    window = getattr(config, "sliding_window", None)
-    if sliding or (window is not None and getattr(config, "use_sliding_window", True)):
-        raise UserError(f"{name}: sliding-window layers (window {window}) are not supported by the cache's 4D masks")
-
-
 class LanguageModel:
-    """A frozen stock Llama- or Qwen3-style model on the project's cache.
+    """A frozen transformers causal language model on the project's cache.
+
+    Its parts are found in :mod:`dcd_core.architecture`; whether they give what the model itself gives is tested by
+    :func:`dcd_core.model_check.check_model`.
 
     Args:
-        model: a transformers ``...ForCausalLM`` with ``model.layers`` and ``lm_head``.
         vocab: number of real ids; wider logits are padding and are cut off.
         feature_layers: indices into ``hidden_states`` of the three taps; None for the EAGLE3 default when it exists.
     Raises:
-        UserError: an unsupported attention, or taps outside the model.
+        UserError: an unsupported attention or structure, or taps outside the model.
     """
 
     def __init__(self, model: nn.Module, vocab: int | None = None, feature_layers: tuple[int, ...] | None = None):
         self.model = model.eval().requires_grad_(False)
-        self.config = model.config
+        self.config = text_config(model.config)
         self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        refuse_unsupported(model.config, self.name)
-        self.vocab = vocab or model.config.vocab_size
-        layers = len(model.model.layers)
-        if feature_layers is None and layers >= 7:
-            feature_layers = default_feature_layers(layers)
+        self.masks = AttentionMasks(self.config, self.name)
+        self.base = base_model(model)
+        self.output = OutputLayer(model)
+        layers = decoder_layers(model)
+        self.layers = len(layers)
+        self.vocab = vocab or self.config.vocab_size
+        if feature_layers is None and self.layers >= 7:
+            feature_layers = default_feature_layers(self.layers)
         self.feature_layers = tuple(feature_layers) if feature_layers else None
         taps = self.feature_layers
-        if taps and (len(taps) != 3 or list(taps) != sorted(set(taps)) or taps[0] < 1 or taps[-1] >= layers):
+        if taps and (len(taps) != 3 or list(taps) != sorted(set(taps)) or taps[0] < 1 or taps[-1] >= self.layers):
             raise UserError(
-                f"{self.name}: feature_layers {taps} must be three ascending layers between 1 and {layers - 1}"
+                f"{self.name}: feature_layers {taps} must be three ascending layers between 1 and {self.layers - 1}"
             )
         self._taps: dict[int, Tensor] | None = None
         self._hooks = [
-            model.model.layers[index].register_forward_pre_hook(self._tap(index), with_kwargs=True)
+            layers[index].register_forward_pre_hook(self._tap(index), with_kwargs=True)
             for index in self.feature_layers or ()
         ]
-        parameters = inspect.signature(type(model.model).forward).parameters
-        # transformers renamed the keyword within the 5.x series
-        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        self._rotary = FixedRotary(model)
+        self._cache_keyword = cache_keyword(model)
+        self._table_of_positions = learned_positions(model)
 
     def _tap(self, index: int):
         def hook(module, args, kwargs):
@@ -103,17 +107,19 @@ class LanguageModel:
         return hook
 
     def release(self) -> None:
-        """Take the taps out of the model again; this wrapper gives no features any more."""
+        """Leave the model as it was: without taps and with its own rotary frequencies. This wrapper is of no use any
+        more."""
         for hook in self._hooks:
             hook.remove()
+        self._rotary.release()
 
     @property
     def device(self) -> torch.device:
-        return self.model.lm_head.weight.device
+        return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.lm_head.weight.dtype
+        return self.embedding.weight.dtype
 
     @property
     def hidden_size(self) -> int:
@@ -121,25 +127,24 @@ class LanguageModel:
 
     @property
     def embedding(self) -> nn.Embedding:
-        return self.model.model.embed_tokens
+        return self.model.get_input_embeddings()
 
     @property
     def context(self) -> int:
-        """Longest sequence, in tokens, that the model was made for."""
-        return self.config.max_position_embeddings
+        """Longest sequence, in tokens, that the model was made for (of length-dependent rotary frequencies: that those
+        of short rows serve)."""
+        return self._rotary.limit or self.config.max_position_embeddings
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache.for_config(self.config, batch, capacity, self.dtype, self.device)
+        return KVCache(self.layers, batch, capacity, self.device, windowed=self.masks.window is not None)
 
     def output_layer(
         self, hidden: Float[Tensor, "*batch hidden"], ids: Int[Tensor, " ids"] | None = None
     ) -> Float[Tensor, "*batch vocab"]:
-        """Logits over the real ids, or over some of them, in fp32 (fp64 stays fp64)."""
-        head = self.model.lm_head
+        """The model's own logits over the real ids, or over some of them, in fp32 (fp64 stays fp64)."""
+        logits = self.output(hidden, ids)
         if ids is None:
-            logits = head(hidden)[..., : self.vocab]
-        else:
-            logits = nn.functional.linear(hidden, head.weight[ids], None if head.bias is None else head.bias[ids])
+            logits = logits[..., : self.vocab]
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
@@ -161,8 +166,11 @@ class LanguageModel:
             features: also return the tapped features of all columns.
         """
         step = cache.plan(input_ids.shape[1], tree_mask, depths)
+        positions = step.positions
+        if self._table_of_positions:  # drafts past the budget are never kept, and have no entry in the table
+            positions = positions.clamp_max(self.context - 1)
         extra = {self._cache_keyword: cache, "use_cache": True}
-        return self._run(input_ids, step.positions, step.mask, features, select, logits, extra)
+        return self._run(input_ids, positions, self.masks.of(cache, step, self.dtype), features, select, logits, extra)
 
     @torch.no_grad()
     def forward_full(
@@ -184,7 +192,7 @@ class LanguageModel:
             raise UserError(f"{self.name} has no feature_layers: give three layer indices")
         self._taps = {} if features else None
         try:
-            hidden = self.model.model(
+            hidden = self.base(
                 input_ids=input_ids, position_ids=positions, attention_mask=mask, **extra
             ).last_hidden_state
             tapped = torch.cat([self._taps[i] for i in self.feature_layers], dim=-1) if features else None
@@ -246,7 +254,18 @@ def load_tokenizer(name_or_path: str):
 
 
 def load_config(name_or_path: str):
-    """The configuration of a model folder or hub id, without its weights."""
+    """The configuration of the language model in a folder or hub id, without its weights.
+
+    Raises:
+        UserError: there is none, or its layers are not supported.
+    """
+    config = text_config(load_whole_config(name_or_path))
+    AttentionMasks(config, name_or_path)
+    return config
+
+
+def load_whole_config(name_or_path: str):
+    """The same with what a model that also reads images says of its other parts."""
     refuse_missing_folder(name_or_path)
     try:
         return AutoConfig.from_pretrained(name_or_path)
@@ -265,22 +284,60 @@ def load_model(
     device: str = "auto",
     feature_layers: tuple[int, ...] | None = None,
     vocab: int | None = None,
+    check: bool | None = None,
 ) -> LanguageModel:
     """Load one frozen model.
 
+    Args:
+        check: compare a few passes with the model's own ``forward`` (:mod:`dcd_core.model_check`); None: as the
+            environment says (:data:`dcd_core.environment.CHECK_MODELS`), else yes.
     Raises:
-        UserError: unknown dtype, missing model, unsupported attention.
+        UserError: unknown dtype, missing model, weights that do not fit it, a family that is not supported.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose float32 or bfloat16")
-    config = load_config(name_or_path)
-    refuse_unsupported(config, name_or_path)
+    load_config(name_or_path)  # refuses before weights are read
+    config = load_whole_config(name_or_path)
     target = choose_device(device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            dtype=DTYPES[dtype],
+            attn_implementation=best_attention(config),
+            output_loading_info=True,
+        )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"cannot load the weights of {name_or_path!r}: {first_line(error)}") from error
-    return LanguageModel(model.to(target), vocab, feature_layers)
+    refuse_unfit_weights(report, name_or_path)
+    loaded = LanguageModel(model.to(target), vocab, feature_layers)
+    if os.environ.get(CHECK_MODELS, "1") != "0" if check is None else check:
+        check_model(loaded)
+    return loaded
+
+
+def refuse_unfit_weights(report: dict, name: str) -> None:
+    """Refuse a checkpoint that does not hold just the weights of its model: transformers fills what is missing with
+    random numbers. Weights that are tied to others may be missing.
+
+    Args:
+        report: the loading info of ``from_pretrained``.
+    Raises:
+        UserError: how many weights are missing, unexpected or of another shape, and the first of each.
+    """
+    faults = []
+    for kind, keys in (
+        ("missing", "missing_keys"),
+        ("unexpected", "unexpected_keys"),
+        ("misshapen", "mismatched_keys"),
+    ):
+        names = sorted(key if isinstance(key, str) else str(key[0]) for key in report.get(keys) or ())
+        if names:
+            faults.append(f"{len(names)} {kind} ({names[0]}{', ...' if len(names) > 1 else ''})")
+    if faults:
+        raise UserError(
+            f"the weights of {name} do not fit its config.json: {'; '.join(faults)}; save the model again with "
+            "save_pretrained, or correct the names of its weights"
+        )
 
 
 def id_table(tokenizer) -> list[str | None]:
@@ -315,7 +372,7 @@ def cut_to_vocabulary(model: LanguageModel, vocab: int, role: str) -> None:
     Raises:
         UserError: it gives fewer.
     """
-    width = model.config.vocab_size
+    width = model.output.width
     if width < vocab:
         raise UserError(f"{role} {model.name} gives {width} logits, fewer than the {vocab} ids of its tokenizer")
     model.vocab = vocab

@@ -50,13 +50,13 @@ def some_prompts(count: int, seed: int = 0) -> list[Prompt]:
 
 def tiny_head(pair: Pair, seed: int = 1, vocabulary=None) -> Eagle3Head:
     """An untrained head whose output layer is the expert's."""
-    rows = pair.expert.model.lm_head.weight.float()
+    rows = pair.expert.output.rows()
     return Eagle3Head.from_expert(pair.expert.config, vocabulary, seed=seed, output_rows=rows).to(pair.expert.dtype)
 
 
 def dual_input_head(pair: Pair, seed: int = 1, vocabulary=None) -> DualInputHead:
     """The same with the amateur beside the expert, and weights that make it count."""
-    rows, taps = pair.expert.model.lm_head.weight.float(), pair.amateur.feature_layers
+    rows, taps = pair.expert.output.rows(), pair.amateur.feature_layers
     head = DualInputHead.from_pair(
         pair.expert.config,
         pair.amateur.config,

@@ -166,7 +166,7 @@ def test_a_kept_path_of_a_tree_is_the_plain_sequence(model):
 
 def test_a_path_is_gathered_at_once():
     """Slots that are source and target of one move: a copy in order would read what it has just written."""
-    cache = KVCache(layers=1, kv_heads=1, head_dim=1, batch=1, capacity=8, dtype=torch.float32, device="cpu")
+    cache = KVCache(layers=1, batch=1, capacity=8, device="cpu")
     cache.plan(4)
     states = torch.arange(4.0).view(1, 1, 4, 1)
     cache.update(states, states + 10, 0)
@@ -208,10 +208,39 @@ def test_a_new_cache_is_zero_and_takes_the_shape_of_the_model(models):
     model = models["qwen3", torch.float64]
     cache = model.new_cache(3, 17)
     assert len(cache.layers) == 8 and cache.lengths == [0, 0, 0] and cache.batch == 3
+    model.forward(torch.zeros(3, 5, dtype=torch.int64), cache)
     for layer in cache.layers:
         for buffer in (layer.keys, layer.values):
-            assert buffer.shape == (3, 2, 17, 16) and buffer.dtype == torch.float64 and not buffer.any()
-    assert len(KVCache.for_config(model.config, 1, 4, torch.float32, "cpu", layers=1).layers) == 1
+            assert buffer.shape == (3, 2, 17, 16) and buffer.dtype == torch.float64 and not buffer[:, :, 5:].any()
+
+
+def test_keys_and_values_may_differ_in_size():
+    """As those of multi-head latent attention do."""
+    cache = KVCache(layers=1, batch=2, capacity=8, device="cpu")
+    cache.plan(4)
+    keys, values = torch.arange(16.0).view(2, 1, 4, 2), torch.arange(24.0).view(2, 1, 4, 3)
+    cache.update(keys, values, 0)
+    cache.commit_path(torch.tensor([[0, 3], [0, 2]]), [2, 2])
+    cache.keep_rows([1])
+    layer = cache.layers[0]
+    assert torch.equal(layer.keys[0, 0, :2], keys[1, 0, [0, 2]])
+    assert torch.equal(layer.values[0, 0, :2], values[1, 0, [0, 2]])
+
+
+def test_a_window_counts_positions_and_not_slots():
+    """A window of 2: each token sees itself and the one before it on its own path, wherever that stands."""
+    cache = KVCache(layers=1, batch=2, capacity=12, device="cpu", windowed=True)
+    cache.plan(5)
+    cache.commit([5, 2])
+    sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool).expand(2, 4, 4)
+    step = cache.plan(4, sees, torch.tensor([[0, 1, 1, 2]] * 2))
+    mask = cache.windowed(step, 2)
+    for row, length in enumerate([5, 2]):
+        seen = [[slot - length for slot in line.nonzero()[:, 0].tolist()] for line in mask[row, 0]]
+        assert seen == [[-1, 0], [0, 1], [0, 2], [2, 3]]
+    cache.commit_path(torch.tensor([[0, 2, 3]] * 2), [3, 3])
+    mask = cache.windowed(cache.plan(1), 3)
+    assert [line.nonzero()[:, 0].tolist() for line in mask[:, 0, 0]] == [[6, 7, 8], [3, 4, 5]]
 
 
 def test_a_pass_beyond_the_capacity_is_refused_and_changes_nothing(models):
@@ -268,7 +297,7 @@ def test_a_rollback_cannot_add_tokens(models, lengths):
 
 
 def test_positions_are_slots_unless_depths_say_otherwise():
-    cache = KVCache(1, 1, 1, batch=2, capacity=12, dtype=torch.float32, device="cpu")
+    cache = KVCache(1, batch=2, capacity=12, device="cpu")
     cache.plan(5)
     cache.commit([5, 2])
     step = cache.plan(3)

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.toy_language import SPECIALS, WORDS
+from dcd_core.architecture import AttentionMasks
 from dcd_core.errors import UserError
 from dcd_core.models import (
     LanguageModel,
@@ -20,7 +21,6 @@ from dcd_core.models import (
     load_pair,
     load_scorer,
     load_tokenizer,
-    refuse_unsupported,
     shared_vocabulary,
 )
 
@@ -153,38 +153,42 @@ def test_a_pass_needs_no_gradient_and_leaves_the_weights_frozen(model):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_flash_attention_is_refused_by_name():
-    config = tiny_causal_lm("smol").config
-    config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(UserError, match="some/model: flash_attention_2 attention takes no 4D bool masks.*sdpa"):
-        refuse_unsupported(config, "some/model")
+def config_of(**fields):
+    return type("Config", (), fields)()
+
+
+def test_flash_attention_is_refused():
+    with pytest.raises(UserError, match="some/model: flash_attention_2 attention"):
+        AttentionMasks(config_of(_attn_implementation="flash_attention_2"), "some/model")
+
+
+@pytest.mark.parametrize("fields", [{"layer_types": ["full_attention", "conv"]}, {"attention_chunk_size": 16}])
+def test_layers_that_are_neither_full_nor_sliding_are_refused(fields):
+    with pytest.raises(UserError, match="some/model has layers of (conv|chunked_attention)"):
+        AttentionMasks(config_of(**fields), "some/model")
 
 
 @pytest.mark.parametrize(
-    "fields, refused",
+    "fields, window",
     [
-        ({"sliding_window": 128}, True),
-        ({"sliding_window": 128, "use_sliding_window": True}, True),
-        ({"sliding_window": 128, "use_sliding_window": False}, False),
-        ({"sliding_window": None}, False),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, True),
-        ({"layer_types": ["full_attention"] * 2}, False),
+        ({}, None),
+        ({"sliding_window": 128}, 128),
+        ({"sliding_window": 128, "use_sliding_window": True}, 128),
+        ({"sliding_window": 128, "use_sliding_window": False}, None),
+        ({"sliding_window": None}, None),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, 64),
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": 64}, None),
     ],
 )
-def test_sliding_windows_are_refused_by_name(fields, refused):
-    config = type("Config", (), fields)()
-    if not refused:
-        return refuse_unsupported(config, "some/model")
-    with pytest.raises(UserError, match="some/model: sliding-window layers .window (128|64). are not supported"):
-        refuse_unsupported(config, "some/model")
+def test_the_window_is_that_of_layers_which_have_one(fields, window):
+    assert AttentionMasks(config_of(**fields), "some/model").window == window
 
 
-def test_a_sliding_window_in_a_folder_is_refused_before_its_weights_are_read(folders, tmp_path):
+def test_chunked_attention_in_a_folder_is_refused_before_its_weights_are_read(folders, tmp_path):
     fields = json.loads((folders["qwen3"][0] / "config.json").read_text())
-    fields |= {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
-    fields.pop("layer_types", None)
+    fields["attention_chunk_size"] = 16
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UserError, match="sliding-window layers"):
+    with pytest.raises(UserError, match="chunked_attention"):
         load_model(str(tmp_path), device="cpu")
 
 

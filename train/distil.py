@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dcd_core.architecture import OutputLayer, base_model
 from dcd_core.divergence import acceptance, kl
 from dcd_core.models import LanguageModel, Pair
 from train.batches import Batch, Texts
@@ -63,6 +64,7 @@ class Distil(nn.Module):
     def __init__(self, amateur: nn.Module, vocab: int, pieces: int = 0):
         super().__init__()
         self.amateur = amateur
+        self.output = OutputLayer(amateur)
         self.vocab = vocab
         self.pieces = pieces
 
@@ -81,12 +83,11 @@ class Distil(nn.Module):
             expert_hidden: the expert's final states at the marked rows.
         """
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None].expand_as(input_ids)
-        states = self.amateur.model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state[
-            rows
-        ]
+        base = base_model(self.amateur)
+        states = base(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state[rows]
 
         def chunk(own: Tensor, expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return distillation_sums(self.amateur.lm_head(own)[:, : self.vocab].float(), expert_logits(expert))
+            return distillation_sums(self.output(own)[:, : self.vocab].float(), expert_logits(expert))
 
         count = self.pieces or logit_pieces(len(states), self.vocab)
         pieces = list(zip(states.tensor_split(count), expert_hidden.tensor_split(count), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dcd_core.models import default_feature_layers, load_config, refuse_unsupported
+from dcd_core.models import default_feature_layers, load_config
 from train.family_run import FamilyConfig, Planned, groups
 from train.processes import planned_world
 from train.sizes import (
@@ -25,8 +25,6 @@ from train.sizes import (
 def describe_family(config: FamilyConfig, plans: Sequence[Planned]) -> str:
     """Tokens, parameters, memory per rank, steps, disk and relative cost, from configurations only."""
     models = {role: load_config(getattr(config, role)) for role in ("expert", "amateur")}
-    for role, model in models.items():
-        refuse_unsupported(model, getattr(config, role))
     shape = head_shape(config, models["expert"])
     if plans[0].input != "expert_only":
         taps = tuple(config.amateur_feature_layers) or default_feature_layers(models["amateur"].num_hidden_layers)

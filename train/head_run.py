@@ -115,7 +115,12 @@ def fresh_head(
     """
     expert = pair.expert
     shape = {"layers": config.head_layers, "intermediate_size": config.head_intermediate_size or None, **declared}
-    rows = expert.model.lm_head.weight.float()
+    if (width := expert.embedding.weight.shape[1]) != expert.hidden_size:
+        raise UserError(
+            f"unsupported: {expert.name} embeds tokens in {width} numbers, not in its {expert.hidden_size}, which is "
+            "what a head reads"
+        )
+    rows = expert.output.rows()
     if reads_amateur:
         taps = expert.feature_layers, pair.amateur.feature_layers
         models = expert.config, pair.amateur.config

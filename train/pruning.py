@@ -1,4 +1,4 @@
-"""Depth pruning of a Llama- or Qwen3-style model: a smaller sibling that keeps some layers and the vocabulary."""
+"""Depth pruning of a model: a smaller sibling that keeps some layers and the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import re
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from dcd_core.architecture import best_attention, decoder_layers, text_config
 from dcd_core.errors import UserError
-
-LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def parse_layers(text: str, total: int) -> list[int]:
@@ -38,11 +37,12 @@ def parse_layers(text: str, total: int) -> list[int]:
 
 
 def pruned_config(config, layers: list[int]):
-    """The configuration of a model that keeps these layers."""
-    config = copy.deepcopy(config)
+    """The configuration of a model that keeps these layers, with what it says of each layer."""
+    config, total = copy.deepcopy(config), config.num_hidden_layers
     config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in layers]
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == total:
+            setattr(config, name, [value[layer] for layer in layers])
     return config
 
 
@@ -50,17 +50,21 @@ def prune(model: nn.Module, layers: list[int], train_embeddings: bool) -> nn.Mod
     """A new model of the kept layers with their weights; embeddings, output layer and final norm come along.
 
     Trained are the layers and the final norm; embeddings and output layer stay the expert's unless asked for.
+
+    Raises:
+        UserError: a model that reads more than text, whose configuration has several parts.
     """
-    small = AutoModelForCausalLM.from_config(pruned_config(model.config, layers), attn_implementation="sdpa")
-    place = {old: new for new, old in enumerate(layers)}
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        match = LAYER.match(name)
-        if not match:
-            weights[name] = tensor
-        elif int(match[1]) in place:
-            weights[f"model.layers.{place[int(match[1])]}.{name[match.end() :]}"] = tensor
-    small.to(model.lm_head.weight.dtype).load_state_dict(weights, strict=True)
+    if text_config(model.config) is not model.config:
+        raise UserError(f"{type(model).__name__} reads more than text; prune the language model in it")
+    attention = best_attention(model.config)
+    small = AutoModelForCausalLM.from_config(pruned_config(model.config, layers), attn_implementation=attention)
+    small.to(model.dtype)
+    whole, weights = decoder_layers(model), model.state_dict()
+    [prefix] = [name for name, module in model.named_modules() if module is whole]
+    weights = {name: tensor for name, tensor in weights.items() if not name.startswith(f"{prefix}.")}
+    for new, old in enumerate(layers):
+        weights |= {f"{prefix}.{new}.{name}": tensor for name, tensor in whole[old].state_dict().items()}
+    small.load_state_dict(weights, strict=True)
     small.generation_config = copy.deepcopy(model.generation_config)
     for part in (small.get_input_embeddings(), small.get_output_embeddings()):
         part.requires_grad_(train_embeddings)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from dcd_core.heads.checkpoint import load_head_config
 from dcd_core.heads.dual_input import make_head
 from dcd_core.heads.eagle3 import Eagle3Config
-from dcd_core.models import default_feature_layers, load_config, refuse_unsupported
+from dcd_core.models import default_feature_layers, load_config
 from train.batches import Plan, Stream, Texts
 from train.loop import read_deepspeed_config, total_steps
 from train.processes import Ranks, planned_world
@@ -69,7 +69,6 @@ def describe_texts(config, vocab: int) -> tuple[str, Plan | None]:
 def describe_head_run(config) -> str:
     """Tokens, parameters, memory and steps of a head's training, from configurations only."""
     expert_config = load_config(config.expert)
-    refuse_unsupported(expert_config, config.expert)
     shape = load_head_config(config.head_init) if config.head_init else head_shape(config, expert_config)
     head = head_parameters(shape)
     expert = count_parameters(on_meta(expert_config))
@@ -210,7 +209,6 @@ def amateur_result(folder: Path, found: dict) -> str:
 def describe_amateur_run(config) -> str:
     """Tokens, parameters, memory and steps of an amateur's training, from configurations only."""
     expert_config = load_config(config.expert)
-    refuse_unsupported(expert_config, config.expert)
     layers = parse_layers(config.keep_layers, expert_config.num_hidden_layers)
     expert = count_parameters(on_meta(expert_config))
     amateur = on_meta(pruned_config(expert_config, layers))

@@ -78,9 +78,8 @@ class HeadPair(nn.Module):
         return states.chunk(2, dim=-1)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        config, weight = self.expert.config, self.expert.fc.weight
-        layers = config.num_hidden_layers + self.amateur.config.num_hidden_layers
-        return KVCache.for_config(config, batch, capacity, weight.dtype, weight.device, layers=layers)
+        layers = self.expert.config.num_hidden_layers + self.amateur.config.num_hidden_layers
+        return KVCache(layers, batch, capacity, self.expert.fc.weight.device)
 
     def fuse(self, features: Float[Tensor, "batch position features"]) -> Float[Tensor, "batch position both"]:
         return torch.cat([self.expert.fuse(features), self.amateur.fuse(features)], dim=-1)

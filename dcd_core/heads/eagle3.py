@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from dcd_core.cache import KVCache
 from dcd_core.errors import UserError
 from dcd_core.heads.blocks import Block, FirstBlock, RMSNorm
-from dcd_core.heads.rope import Rotary, read_rope
+from dcd_core.heads.rope import Rotary, expert_rope
 from dcd_core.heads.row_attention import attend_rows
 from dcd_core.models import default_feature_layers
 
@@ -86,18 +86,16 @@ class Eagle3Config:
         layers: int = 1,
         intermediate_size: int | None = None,
     ) -> Eagle3Config:
-        """The head shape for an expert of this transformers configuration (Llama or Qwen3).
+        """The head shape for an expert of this transformers configuration.
 
         Args:
             layers, intermediate_size: capacity: decoder blocks, and width of their MLPs (None: the expert's).
         Raises:
-            UserError: rotary positions that the head cannot reproduce, more draft ids than the expert has, or no block.
+            UserError: more draft ids than the expert has, or no block.
         """
         if layers < 1 or (intermediate_size is not None and intermediate_size < 1):
             raise UserError(f"a head has one layer and a width of 1 or more, got {layers} and {intermediate_size}")
-        theta, scaling = read_rope(config.to_dict())
-        if theta is None:
-            raise UserError(f"the expert's configuration ({config.model_type}) states no rope_theta")
+        theta, scaling = expert_rope(config)
         if draft_vocab_size > config.vocab_size:
             raise UserError(
                 f"the draft vocabulary has {draft_vocab_size} ids but the expert only {config.vocab_size}; "
@@ -106,13 +104,14 @@ class Eagle3Config:
         return cls(
             hidden_size=config.hidden_size,
             target_hidden_size=config.hidden_size,
-            intermediate_size=intermediate_size or config.intermediate_size,
+            intermediate_size=intermediate_size
+            or stated(config, 4 * config.hidden_size, "intermediate_size", "ffn_dim"),
             num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            num_key_value_heads=stated(config, config.num_attention_heads, "num_key_value_heads"),
+            head_dim=stated(config, config.hidden_size // config.num_attention_heads, "head_dim"),
             vocab_size=config.vocab_size,
             draft_vocab_size=draft_vocab_size,
-            rms_norm_eps=config.rms_norm_eps,
+            rms_norm_eps=stated(config, 1e-5, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position_embeddings=config.max_position_embeddings,
@@ -122,6 +121,13 @@ class Eagle3Config:
 
     def replace(self, **changes) -> Eagle3Config:
         return dataclasses.replace(self, **changes)
+
+
+def stated(config, otherwise, *names: str):
+    """The first of these fields that an expert's configuration states: families name the same thing differently, or
+    leave it out. A head is a Llama block whatever its expert is, so any reasonable value will do."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if value), otherwise)
 
 
 class Eagle3Head(nn.Module):
@@ -237,8 +243,7 @@ class Eagle3Head(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        weight = self.fc.weight
-        return KVCache.for_config(self.config, batch, capacity, weight.dtype, weight.device)
+        return KVCache(self.config.num_hidden_layers, batch, capacity, self.fc.weight.device)
 
     @torch.no_grad()
     def step(

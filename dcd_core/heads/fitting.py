@@ -6,7 +6,7 @@ import torch
 
 from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Config
-from dcd_core.heads.rope import read_rope
+from dcd_core.heads.rope import expert_rope
 from dcd_core.model_identity import model_identity
 
 
@@ -17,7 +17,7 @@ def check_expert(config: Eagle3Config, expert, stated_rope: tuple[float | None, 
         UserError: naming every field that differs (hidden size, vocabulary, tapped layers, rotary positions). Fields
             that a published head leaves out are not held against it.
     """
-    theta, scaling = read_rope(expert.config.to_dict())
+    theta, scaling = expert_rope(expert.config)
     pairs = [
         ("target_hidden_size", config.target_hidden_size, expert.hidden_size),
         ("hidden_size", config.hidden_size, expert.hidden_size),

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from dcd_core.architecture import LENGTH_DEPENDENT
 from dcd_core.errors import UserError
 
 FORMAT_THETA = 10000.0
@@ -37,6 +38,24 @@ def read_rope(fields: dict) -> tuple[float | None, dict | None]:
     if scaling.get("rope_type", "default") == "default":
         scaling = None
     return (None if theta is None else float(theta)), scaling
+
+
+def expert_rope(config) -> tuple[float, dict | None]:
+    """``(theta, scaling)`` that a head takes over from an expert of this transformers configuration.
+
+    A head has one kind of layer and turns all of its dimensions: of an expert with several kinds it takes those of full
+    attention. Where the expert states no theta (learned positions), or its frequencies depend on the length of a pass
+    (:data:`dcd_core.architecture.LENGTH_DEPENDENT`), the head's are plain ones.
+    """
+    fields = config.to_dict()
+    stated = fields.get("rope_parameters") or {}
+    kinds = {name: value for name, value in stated.items() if isinstance(value, dict)}
+    if kinds:
+        fields["rope_parameters"] = kinds.get("full_attention") or next(iter(kinds.values()))
+    theta, scaling = read_rope(fields)
+    scaling = {name: value for name, value in (scaling or {}).items() if name != "partial_rotary_factor"}
+    plain = scaling.get("rope_type", "default") in ("default", *LENGTH_DEPENDENT)
+    return FORMAT_THETA if theta is None else theta, None if plain else scaling
 
 
 def write_rope(theta: float, scaling: dict | None) -> dict:
