@@ -38,6 +38,7 @@ SUSPECTS = (
     "is_decoder",
     "is_causal",
     "alibi",
+    "attn_config",
     "num_kv_shared_layers",
     "num_experts",
     "quantization_config",

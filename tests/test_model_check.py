@@ -10,10 +10,13 @@ from tiny import VOCAB, save_tiny, tiny_causal_lm
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from dcd_core.architecture import decoder_layers
+from dcd_core.custom_generate import contrastive
 from dcd_core.errors import UserError
 from dcd_core.generate import main
 from dcd_core.model_check import check_model
 from dcd_core.models import LanguageModel, load_model
+from train.pruning import prune
 
 
 def wrapped(model) -> LanguageModel:
@@ -239,3 +242,31 @@ def test_other_families_are_refused_in_one_line(family, tmp_path, capsys):
 def test_a_family_s_configuration_can_be_read_back(tmp_path):
     fields = json.loads((save_family("llama", tmp_path / "llama") / "config.json").read_text())
     assert fields["model_type"] == config_of("llama").model_type == "llama"
+
+
+# ---- the other doors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2", "gpt2"])
+def test_from_transformers_the_tokens_are_stock_generate_s(family, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_family(family, tmp_path / family))
+    batch = {"input_ids": torch.tensor([[1, 1, 5, 6, 20], [9, 10, 11, 12, 13]])}
+    batch["attention_mask"] = (batch["input_ids"] != 1).long()
+    batch["max_new_tokens"] = 9
+    with torch.no_grad():
+        expected = model.generate(**batch)
+    assert torch.equal(model.generate(**batch, custom_generate=contrastive, method="ar"), expected)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma3_text", "smollm3", "opt"])
+def test_pruning_keeps_what_is_said_of_each_layer(family, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_family(family, tmp_path / family))
+    kept = [0, 3, 5, 7]
+    small = prune(model, kept, train_embeddings=False)
+    for new, old in enumerate(kept):
+        one, other = decoder_layers(small)[new].state_dict(), decoder_layers(model)[old].state_dict()
+        assert one and all(torch.equal(one[name], other[name]) for name in other)
+    for name, value in vars(model.config).items():
+        if isinstance(value, list) and len(value) == 8:
+            assert getattr(small.config, name) == [value[layer] for layer in kept]
+    check_model(LanguageModel(small, VOCAB, (1, 2, 3)))
