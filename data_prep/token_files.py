@@ -96,14 +96,15 @@ def read_tokens(paths: str | Path | Sequence[str | Path]) -> list[Sample]:
     samples = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
         rows = _open(path).read(columns=SCHEMA.names)
-        for column, kind in (("id", pa.types.is_string), ("input_ids", pa.types.is_list), ("answer_spans", _is_list)):
-            if not kind(rows.schema.field(column).type):
-                raise UserError(
-                    f"{path}: column '{column}' has type {rows.schema.field(column).type}, not a token file's"
-                )
+        try:
+            rows = rows.select(SCHEMA.names).cast(SCHEMA)
+        except pa.ArrowException as error:
+            raise UserError(f"{path} has columns of other types than a token file ({error})") from None
         ids, spans = rows["id"].to_pylist(), rows["answer_spans"].to_pylist()
         for name, tokens, pairs in zip(ids, rows["input_ids"], spans, strict=True):
-            sample = Sample(name, tokens.values.to_numpy().astype(np.int32), tuple((a, b) for a, b in pairs))
+            if not tokens.is_valid or tokens.values.null_count:
+                raise UserError(f"{path}: sample '{name}' lacks some of its token ids")
+            sample = Sample(name, tokens.values.to_numpy(), tuple((a, b) for a, b in pairs))
             check_sample(sample)
             samples.append(sample)
     return samples
@@ -112,10 +113,6 @@ def read_tokens(paths: str | Path | Sequence[str | Path]) -> list[Sample]:
 def read_metadata(path: str | Path) -> dict:
     """The JSON metadata that `write_tokens` stored; {} for a file written by something else."""
     return json.loads((_open(path).schema_arrow.metadata or {}).get(METADATA_KEY, b"{}"))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
 def _open(path: str | Path) -> pq.ParquetFile:

@@ -284,6 +284,7 @@ TOKENS = {
     "ids that are words": table(input_ids=[["a", "b"]] * 30),
     "ids outside the vocabulary": table(input_ids=pa.array([[5, 9000, 7]] * 30, pa.list_(pa.int32()))),
     "negative ids": table(input_ids=pa.array([[5, -1, 7]] * 30, pa.list_(pa.int32()))),
+    "ids that are null": table(input_ids=pa.array([[5, None, 7]] * 30, pa.list_(pa.int32()))),
     "spans past the end": table(answer_spans=[[[1, 9000]]] * 30),
     "spans that run backwards": table(answer_spans=[[[3, 1]]] * 30),
     "spans of one number": table(answer_spans=[[[1]]] * 30),
