@@ -76,14 +76,19 @@ _CHUNK, _SHORT = 256, 2**14
 def inverse_cdf(weights: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
     """The id where the running sum of (un-normalised, non-negative) weights passes ``uniform`` of the total.
 
-    Over many ids in two steps, first among sums of 256 ids and then inside one of them: a running sum over the whole
-    vocabulary costs more than a small model's output layer. Running sums are fp64: over 100k ids in fp32 they are off
-    by more than a rare id's probability.
+    Over many ids in two steps (:func:`_in_two_steps`). Running sums are fp64: over 100k ids in fp32 they are off by
+    more than a rare id's probability.
     """
+    if weights.shape[1] > _SHORT:
+        return _in_two_steps(weights, uniform)
+    running = weights.cumsum(-1, dtype=torch.float64)
+    return _first_above(running, uniform.double()[:, None] * running[:, -1:])[:, 0]
+
+
+def _in_two_steps(weights: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+    """First among sums of 256 ids and then inside one of them: a running sum over the whole vocabulary costs more than
+    a small model's output layer."""
     batch, vocab = weights.shape
-    if vocab <= _SHORT:
-        running = weights.cumsum(-1, dtype=torch.float64)
-        return _first_above(running, uniform.double()[:, None] * running[:, -1:])[:, 0]
     chunks = -(-vocab // _CHUNK)
     if chunks * _CHUNK != vocab:
         weights = torch.nn.functional.pad(weights, (0, chunks * _CHUNK - vocab))

@@ -9,7 +9,8 @@ Four parts, each line of which passes or fails:
   * the law of texts of the real loop on a tiny random pair, for every method, rule, draft shape and target (G tests);
   * on the given pair, in fp32: every method writes the tokens of vanilla contrastive decoding, greedy and at
     temperature 1 under shared noise (left out when no pair is given);
-  * negative controls: the same loop with one fault injected, which the G test must catch.
+  * negative controls: the same loop with one fault injected, which the G test must catch, and the same verifier with a
+    fault in the draw that real vocabularies make, which the enumeration must catch.
 Prints a table and writes index.html (one self-contained page) and certificate.json, and metrics.json if all is well.
 The exit code is 1 if any line fails. A stopped run goes on where it was; --jobs N makes the lines in N processes;
 --quick takes smaller samples and vocabularies and about a minute.
@@ -34,7 +35,7 @@ from dcd_core.methods import METHODS
 from dcd_core.progress import Bar
 from dcd_core.prompts import read_prompts
 from diagnostics.certificate.cases import CASES, enumerated, formula
-from diagnostics.certificate.controls import CONTROLS, controlled
+from diagnostics.certificate.controls import CONTROLS, EXACT_CONTROLS, controlled, enumerated_with_fault
 from diagnostics.certificate.identity import checked, planned_checks
 from diagnostics.certificate.laws import Laws, law_cases, samples_of
 from diagnostics.certificate.page import Line, print_lines, render, summary
@@ -143,6 +144,8 @@ def planned_tasks(config: Config, real, parts: Parts) -> list[Task]:
     for control in CONTROLS:
         make = functools.partial(controlled, control, laws, CONTROL_SAMPLES[quick])
         tasks.append((key("controls", control.name), make))
+    for control in EXACT_CONTROLS:
+        tasks.append((key("controls", control.name), functools.partial(enumerated_with_fault, control)))
     return tasks
 
 

@@ -1,5 +1,6 @@
 """The certificate passes on the shipped code, fails when any line does, and its page holds every line."""
 
+import contextlib
 import dataclasses
 import functools
 import html
@@ -20,7 +21,7 @@ from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
 from dcd_core.methods import METHODS, Method
 from diagnostics.certificate import controls, laws
-from diagnostics.certificate.controls import CONTROLS, Control, controlled
+from diagnostics.certificate.controls import CONTROLS, EXACT_CONTROLS, Control, controlled, enumerated_with_fault
 from diagnostics.certificate.faults import no_fault
 from diagnostics.certificate.laws import TARGETS, Laws, law_cases, offers, toy_method, toy_settings
 from diagnostics.certificate.page import Line, render, summary, table_of
@@ -82,7 +83,8 @@ def test_every_rule_of_every_method_is_there_with_and_without_a_cutoff(quick, to
 
 def test_every_control_is_caught_or_said_to_be_left_out(quick):
     lines = {line["name"]: line for line in read(quick) if line["part"] == "controls"}
-    assert set(lines) == {control.name for control in CONTROLS}
+    assert set(lines) == {control.name for control in (*CONTROLS, *EXACT_CONTROLS)}
+    assert len(EXACT_CONTROLS) == 4 and all(lines[control.name]["passed"] for control in EXACT_CONTROLS)
     for control in CONTROLS:
         line = lines[control.name]
         assert line["passed"] or (line["passed"] is None and "needs" in line["note"])
@@ -100,8 +102,34 @@ def test_the_page_holds_every_line(quick):
     assert "versions.json" in page and "--quick" in page
 
 
+def test_the_enumeration_draws_in_two_steps(quick):
+    """As over a real vocabulary, in every line but those of the shared-noise rule, which draws nothing."""
+    lines = [line for line in read(quick) if line["part"] == "exact" and "two-step draws" in line["figures"]]
+    assert len(lines) == len(entry.CASES)
+    for line in lines:
+        assert (line["figures"]["two-step draws"] > 0) == (not line["name"].endswith("shared_noise")), line
+
+
+def test_a_line_that_is_not_drawn_in_two_steps_fails(monkeypatch):
+    """What went unseen: the block size was patched, and the vocabulary was too short for blocks."""
+    monkeypatch.setattr("dcd_core.verify.inverse_cdf", one_step)
+    line = entry.enumerated(entry.CASES[0], True)
+    assert line.passed is False and "two steps" in line.note
+
+
+def one_step(weights, uniform):
+    running = weights.cumsum(-1)
+    return torch.searchsorted(running, uniform[:, None] * running[:, -1:])[:, 0].clamp_max(weights.shape[1] - 1)
+
+
+def test_a_control_of_the_enumeration_that_is_not_caught_fails():
+    line = enumerated_with_fault(dataclasses.replace(EXACT_CONTROLS[0], fault=contextlib.nullcontext))
+    assert line.passed is False and "not caught" in line.note
+
+
 def small(monkeypatch):
     """A certificate of a few lines."""
+    monkeypatch.setattr(entry, "EXACT_CONTROLS", ())
     monkeypatch.setattr(entry, "CASES", entry.CASES[:1])
     monkeypatch.setattr(entry, "CONTROLS", entry.CONTROLS[:1])
     monkeypatch.setattr(entry, "law_cases", lambda toy, seed, quick: [])

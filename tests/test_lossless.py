@@ -16,7 +16,16 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.divergence import acceptance
 from dcd_core.draft import Draft
 from dcd_core.verify import Uniforms, verify
-from diagnostics.certificate.enumeration import Node, batch_drafts, delayed, emitted_law, outcomes, target_rows
+from diagnostics.certificate import faults
+from diagnostics.certificate.enumeration import (
+    Node,
+    batch_drafts,
+    delayed,
+    emitted_law,
+    outcomes,
+    target_rows,
+    two_step_draws,
+)
 from diagnostics.certificate.proposals import (
     EXACT,
     TARGETS,
@@ -34,9 +43,10 @@ from diagnostics.certificate.proposals import (
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """The inverse CDF looks first among chunks of ids, then inside one: a few ids must already need both steps."""
-    monkeypatch.setattr(sampling, "_CHUNK", 2)
+def draws():
+    """Every last draw is made in two steps, in blocks of two ids; the number of them is counted."""
+    with two_step_draws(needed=False) as counted:
+        yield counted
 
 
 # ---- lossless --------------------------------------------------------------------------------------------------------
@@ -279,3 +289,55 @@ def test_control_a_residual_that_is_not_taken(monkeypatch):
         lambda weights, coin: shipped(rows["first"].repeat(len(coin) // len(rows["first"]), 1), coin),
     )
     assert error(STRONG, 1, sampled_chain(STRONG, 1), "sampled", table=remember) > VISIBLE
+
+
+# ---- the last draw in two steps, as over real vocabularies -----------------------------------------------------------
+
+DRAWN = {
+    "sampled chain": (sampled_chain, {"gamma": 1}, "sampled", 1),
+    "sampled tree": (siblings_with_replacement, {}, "sampled", 2),
+    "greedy chain": (greedy_chain, {"gamma": 1}, "deterministic", 1),
+    "greedy tree": (top_tree, {}, "deterministic", 2),
+}
+
+
+def drawn_error(kind: str) -> float:
+    proposer, options, rule, siblings = DRAWN[kind]
+    world = World(4, TARGETS["alpha .3"])
+    return error(world, 2, proposer(world, **options), rule, siblings)
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_every_kind_of_draft_ends_in_a_draw_in_two_steps(kind, draws):
+    assert drawn_error(kind) < EXACT
+    assert draws.call_count > 50
+
+
+def test_shared_noise_draws_nothing(draws):
+    world = World(3, TARGETS["alpha .3"])
+    assert error(world, 3, greedy_chain(world, 2), "shared_noise") < EXACT
+    assert not draws.called
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize("fault", [faults.next_block, faults.sum_before_kept])
+def test_control_a_fault_in_the_draw_in_two_steps(kind, fault):
+    with faults.in_two_steps(fault)(), two_step_draws():
+        assert drawn_error(kind) > VISIBLE
+
+
+def test_faults_of_the_two_steps_do_not_touch_the_draw_in_one(monkeypatch):
+    """Negative control of the control: where the vocabulary is drawn in one step, the fault is not found."""
+    monkeypatch.setattr(sampling, "_SHORT", 2**14)
+    with faults.in_two_steps(faults.next_block)():
+        assert drawn_error("sampled chain") < EXACT
+
+
+def test_an_enumeration_that_does_not_reach_the_two_steps_fails(monkeypatch):
+    """The patch no longer applies: the threshold is taken from elsewhere, or the name of the branch is another."""
+    with pytest.raises(ValueError, match="two steps"), two_step_draws():
+        monkeypatch.setattr(sampling, "_SHORT", 2**14)
+        drawn_error("sampled chain")
+    monkeypatch.delattr(sampling, "_in_two_steps")
+    with pytest.raises(AttributeError), two_step_draws():
+        pass

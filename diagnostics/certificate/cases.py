@@ -6,15 +6,13 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from unittest import mock
 
 import numpy as np
 
-from dcd_core import sampling
 from dcd_core.contrast import Target
 from dcd_core.verify import verify
 from diagnostics.certificate import proposals
-from diagnostics.certificate.enumeration import DraftLaw, delayed
+from diagnostics.certificate.enumeration import DraftLaw, delayed, two_step_draws
 from diagnostics.certificate.page import Line
 from diagnostics.certificate.proposals import EXACT, World
 
@@ -112,18 +110,18 @@ def enumerated(case: Case, quick: bool) -> Line:
     """The line of one case: the largest error over all targets, and the branches walked for them."""
     worst, branches, targets = 0.0, 0, QUICK_TARGETS if quick else TARGETS
     ids = case.ids[0 if quick else 1]
-    # the inverse CDF looks first among chunks of ids, then inside one: a few ids must already need both steps
-    with mock.patch.object(sampling, "_CHUNK", 2):
-        for target in targets.values():
-            world = World(ids, target, case.draft_ids, case.drafter)
-            try:
+    try:
+        with two_step_draws(needed=case.rule != "shared_noise") as draws:
+            for target in targets.values():
+                world = World(ids, target, case.draft_ids, case.drafter)
                 difference, found = proposals.held_against_target(
                     world, case.length, case.drafts(world), case.rule, case.siblings, judge=case.judge
                 )
-            except ValueError as problem:
-                return Line("exact", case.title, {"ids": ids, "tokens": case.length}, False, str(problem))
-            worst, branches = max(worst, difference), branches + found.branches
-    figures = {"ids": ids, "tokens": case.length, "targets": len(targets), "branches": branches, "error": worst}
+                worst, branches = max(worst, difference), branches + found.branches
+    except ValueError as problem:
+        return Line("exact", case.title, {"ids": ids, "tokens": case.length}, False, str(problem))
+    figures = {"ids": ids, "tokens": case.length, "targets": len(targets), "branches": branches}
+    figures |= {"two-step draws": draws.call_count, "error": worst}
     return Line("exact", case.title, figures, worst < EXACT)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from dcd_core.contrast import Target
 from dcd_core.methods import METHODS
 from diagnostics.certificate import faults
+from diagnostics.certificate.cases import CASES, Case, enumerated
 from diagnostics.certificate.faults import Fault, in_batch, in_drafts
 from diagnostics.certificate.g_test import FAILS_BELOW
 from diagnostics.certificate.laws import Aim, Laws, offers, rules_of, toy_method, toy_settings
@@ -80,3 +83,34 @@ def controlled(control: Control, laws: Laws, samples: int) -> Line:
     }
     note = "" if faulty.p < FAILS_BELOW else "the fault was not caught"
     return Line("controls", control.name, figures, faulty.p < FAILS_BELOW and clean.passed, note)
+
+
+@dataclass(frozen=True)
+class ExactControl:
+    """One fault of the verifier and the case whose enumeration must find it."""
+
+    name: str
+    fault: Callable[[], AbstractContextManager]
+    case: Case
+
+
+EXACT_CONTROLS = tuple(
+    ExactControl(f"two-step draw: {name}, {case.name}", faults.in_two_steps(fault), case)
+    for name, fault in (("next block", faults.next_block), ("sum before the block kept", faults.sum_before_kept))
+    for case in CASES
+    if case.name in ("sampled chain of 2", "siblings with replacement") and case.rule == "sampled"
+)
+"""The loop's laws are of six ids, which are drawn in one step; the draw of real vocabularies is broken here."""
+
+
+def enumerated_with_fault(control: ExactControl) -> Line:
+    """The small enumeration with the fault, which must fail, and without, which must pass."""
+    with control.fault():
+        faulty = enumerated(control.case, quick=True)
+    clean = enumerated(control.case, quick=True)
+    caught = faulty.passed is False
+    figures = {"rule": control.case.rule, "drafts": control.case.name}
+    figures |= {"error with the fault": faulty.figures.get("error", faulty.note)}
+    figures |= {"error without": clean.figures.get("error", clean.note)}
+    note = "" if caught else "the fault was not caught"
+    return Line("controls", control.name, figures, bool(caught and clean.passed), note)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import torch
 
+from dcd_core import sampling
 from dcd_core.draft import Draft
 from dcd_core.verify import Uniforms, Verdict, verify
 
@@ -28,6 +31,24 @@ NOTHING = 1e-13
 """Probabilities below this are rounding of the bisection."""
 
 Prefix = tuple[int, ...]
+
+
+@contextmanager
+def two_step_draws(needed: bool = True) -> Iterator[mock.Mock]:
+    """Inside, the last draw of a few ids is made in two steps, in blocks of two ids, as over a real vocabulary.
+
+    Args:
+        needed: False where nothing is drawn by inverse CDF (the shared-noise rule).
+    Yields:
+        A mock that counts the draws (``call_count``).
+    Raises:
+        ValueError: at the end, if a draw in two steps is needed and none was made.
+    """
+    counted = mock.Mock(side_effect=sampling._in_two_steps)
+    with mock.patch.multiple(sampling, _SHORT=0, _CHUNK=2, _in_two_steps=counted):
+        yield counted
+    if needed and not counted.called:
+        raise ValueError("no last draw was made in two steps, as those over real vocabularies are")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from dcd_core import decode as loop
+from dcd_core import sampling
 from dcd_core.batch import Batch
 from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Assembled, Settings
@@ -175,3 +176,45 @@ def flipped_alpha(method, settings):
     """The target's own fields, with the sign of alpha flipped where the models are weighed."""
     fields = {field.name: getattr(settings.target, field.name) for field in dataclasses.fields(Target)}
     yield method, dataclasses.replace(settings, target=Flipped(**fields))
+
+
+# ---- the last draw in two steps --------------------------------------------------------------------------------------
+
+
+def in_two_steps(faulty: Callable[[Callable], Callable]) -> Callable[[], AbstractContextManager]:
+    """The fault of the search for an id: ``faulty(shipped)`` replaces it, for one draw after another, in both steps."""
+
+    @contextmanager
+    def fault():
+        shipped = sampling._in_two_steps, sampling._first_above
+
+        def draw(weights, uniform):
+            with mock.patch.object(sampling, "_first_above", faulty(shipped[1])):
+                return shipped[0](weights, uniform)
+
+        with mock.patch.object(sampling, "_in_two_steps", draw):
+            yield
+
+    return fault
+
+
+def next_block(shipped):
+    """The second step looks into the block after the one that was found, unless that is the last."""
+    steps = []
+
+    def search(running, wanted):
+        steps.append(shipped(running, wanted))
+        return (steps[0] + 1).clamp_max(running.shape[1] - 1) if len(steps) == 1 else steps[-1]
+
+    return search
+
+
+def sum_before_kept(shipped):
+    """The second step does not take off the sum of the blocks before its own."""
+    asked = []
+
+    def search(running, wanted):
+        asked.append(wanted)
+        return shipped(running, asked[0])
+
+    return search

@@ -27,7 +27,8 @@ PARTS = {
         "The shipped verifier on a tabular expert, amateur and drafter over a few ids: every way a round may go "
         "by its coins and draws, or by the picks of the shared noise, is walked over as many rounds as the tokens "
         "take, and the probabilities of the texts are added up. The error is the largest difference from the "
-        "product of the target; 1e-10 fails. Nothing is sampled.",
+        "product of the target; 1e-10 fails. Nothing is sampled. 'Two-step draws': last draws made first among blocks "
+        "of ids and then inside one, as over a real vocabulary (here in blocks of two ids); without any, a line fails.",
     ),
     "laws": Part(
         "Laws of the real loop",
@@ -50,7 +51,8 @@ PARTS = {
     "controls": Part(
         "Negative controls",
         "The same loop and the same G tests with one fault injected at temperature 1 and alpha 1. A line passes "
-        "when the fault is caught (p below 1e-6) and the same run without the fault is not.",
+        "when the fault is caught (p below 1e-6) and the same run without the fault is not. Faults of the two-step "
+        "draw are injected into the small enumeration instead, which must find them (error of 1e-10 or more).",
     ),
 }
 
