@@ -25,9 +25,9 @@ from dcd_core.loading import load_models
 from dcd_core.models import Pair
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, replay
+from diagnostics.intervals import paired_difference, ratio_of_sums
 from diagnostics.loading import inputs_key, refuse_dual_input
 from diagnostics.parts import Parts, at_every_alpha
-from diagnostics.resampling import paired_difference, ratio_of_sums
 from diagnostics.rollouts import RolloutFlags, Rollouts
 from diagnostics.wording import plain
 
@@ -99,7 +99,7 @@ def load_heads(config: Config) -> tuple[Pair, dict[str, Eagle3Head]]:
 
 def result_settings(config: Config) -> dict:
     """What decides a batch's rounds."""
-    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "skip_trained", "seed", "resamples", "device")
+    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "skip_trained", "device")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *config.heads)}
 
@@ -126,7 +126,6 @@ def replay_batch(
 
 def compare(rounds: list[dict], config: Config) -> list[dict]:
     """L and tokens per round of every head at every alpha, and its difference from the first head, with intervals."""
-    options = {"resamples": config.resamples, "seed": config.seed}
     found = []
     for alpha in config.alphas:
         arms = {}
@@ -135,11 +134,11 @@ def compare(rounds: list[dict], config: Config) -> list[dict]:
             columns = {key: [row[key] for row in rows] for key in ("prompt", "rounds", "accepted", "emitted")}
             arms[head] = (columns["prompt"], columns["accepted"], columns["rounds"])
             entry = {"alpha": alpha, "head": head, "prompts": len(rows), "rounds": sum(columns["rounds"])}
-            entry["accepted_length"] = ratio_of_sums(*arms[head], **options).as_dict()
-            per_round = ratio_of_sums(columns["prompt"], columns["emitted"], columns["rounds"], **options)
+            entry["accepted_length"] = ratio_of_sums(*arms[head]).as_dict()
+            per_round = ratio_of_sums(columns["prompt"], columns["emitted"], columns["rounds"])
             entry["tokens_per_round"] = per_round.as_dict()
             if head != config.heads[0]:
-                entry["difference"] = paired_difference(arms[head], arms[config.heads[0]], **options).as_dict()
+                entry["difference"] = paired_difference(arms[head], arms[config.heads[0]]).as_dict()
             found.append(entry)
     return found
 
@@ -150,6 +149,7 @@ def print_table(found: list[dict]) -> None:
         [
             f"{entry['alpha']:g}",
             entry["head"],
+            entry["prompts"],
             entry["rounds"],
             plain(entry["accepted_length"], 3),
             plain(entry["tokens_per_round"], 3),
@@ -157,7 +157,8 @@ def print_table(found: list[dict]) -> None:
         ]
         for entry in found
     ]
-    headers = ["alpha", "head", "rounds", "accepted length L", "tokens per round", "L minus the first head's"]
+    headers = ["alpha", "head", "prompts", "rounds", "accepted length L", "tokens per round"]
+    headers.append("L minus the first head's")
     print(tabulate(table, headers=headers, disable_numparse=True))
 
 

@@ -73,8 +73,7 @@ class Config(UnreadFlags, LoopFlags):
     dtype: str = field(default="bfloat16", metadata={"help": "float32 or bfloat16"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
     dataset: str = field(default="", metadata={"help": "name of the prompt set (default: the file's name)"})
-    seed: int = field(default=0, metadata={"help": "seed of sampling and of the bootstrap"})
-    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts"})
+    seed: int = field(default=0, metadata={"help": "seed of sampling"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
     overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
@@ -107,7 +106,6 @@ LEAST = {
     "nodes": 0,
     "max_new_tokens": 2,
     "repeats": 1,
-    "resamples": 1,
     "limit": 0,
     "warmup": 0,
     "temperature": 0,
@@ -160,8 +158,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def result_settings(config: Config) -> dict:
-    """What decides an answer and its rounds: settings and inputs, not where results go or how they are summed."""
-    left_out = ("output", "overwrite", "limit", "skip_trained", "resamples", "dataset")
+    """What decides an answer and its rounds: settings and inputs, not where results go."""
+    left_out = ("output", "overwrite", "limit", "skip_trained", "dataset")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     models = (config.expert, config.amateur, config.head, config.lm, config.amateur_head)
     return kept | {"inputs": inputs_key(config.prompts, *models)}
@@ -177,7 +175,7 @@ def write_tables(folder: Path, answers: list[dict], tokenizer, latency: dict, co
         lines.append(json.dumps(kept | {"text": tokenizer.decode(made["ids"])}, ensure_ascii=False))
     write_text_atomic(folder / "answers.jsonl", "\n".join(lines) + "\n")
     rows = read_records(folder / "rounds.parquet", "rounds").rows
-    entries = summarise_rounds(rows, config.resamples, config.seed, config.gamma)
+    entries = summarise_rounds(rows, config.gamma)
     return (
         with_predictions(entries, latency, config.gamma, config.branch, config.nodes)
         if "amateur" in latency
@@ -211,18 +209,19 @@ def print_table(entries: list[dict]) -> None:
     for entry in entries:
         times = [entry[name] for name in ("draft_step_ms", "expert_ms", "amateur_ms", "rest_ms")]
         speed = entry["tokens_per_second"]["estimate"]
-        row = [entry["method"], entry["alpha"], speed, _interval(entry.get("speedup")), entry.get("predicted_speedup")]
+        row = [entry["method"], entry["alpha"], entry["prompts"], speed, _interval(entry.get("speedup"))]
+        row.append(entry.get("predicted_speedup"))
         rows.append([*row, entry["accepted_length"]["estimate"], entry["tokens_per_round"]["estimate"], *times])
-    headers = ["method", "alpha", "tokens/s", "speed-up over cd", "predicted", "accepted_length", "tokens_per_round"]
-    headers += ["draft ms/step", "expert ms", "amateur ms", "rest ms"]
-    print(tabulate(rows, headers=headers, floatfmt=".2f", disable_numparse=[3]))
+    headers = ["method", "alpha", "prompts", "tokens/s", "speed-up over cd", "predicted", "accepted_length"]
+    headers += ["tokens_per_round", "draft ms/step", "expert ms", "amateur ms", "rest ms"]
+    print(tabulate(rows, headers=headers, floatfmt=".2f", disable_numparse=[4]))
     for entry in entries:
         if entry.get("measured_over_predicted", 1.0) < SHORTFALL:
             short = 100 * (1 - entry["measured_over_predicted"])
             print(f"{entry['method']}, alpha {entry['alpha']}: {short:.0f}% short of the predicted speed-up")
     for entry in entries:
         if "over_unsaved" in entry:
-            over = f"{_interval(entry['over_unsaved'])} over {entry['unsaved']}"
+            over = f"{_interval(entry['over_unsaved'])} over {entry['unsaved']}, {entry['prompts']} prompts"
             passes = f"{entry['expert_passes']} expert and {entry['amateur_passes']} amateur passes"
             print(f"{entry['method']}, alpha {entry['alpha']}: {over}, {passes}, {entry['flips']} flips")
 

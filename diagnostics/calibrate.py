@@ -187,6 +187,7 @@ def propose(traces: list[tuple[float, Trace]], times: Times, config: Config) -> 
         found["by_alpha"].append(
             {
                 "alpha": alpha,
+                "prompts": len(own),
                 "places": places,
                 "flip_rate": sum(sum(trace.flips) for trace in own) / places,
                 "every_round_tokens_per_second": stops[0]["tokens_per_second"],
@@ -207,6 +208,7 @@ def print_proposal(found: dict) -> None:
         rows.append(
             [
                 entry["alpha"],
+                entry["prompts"],
                 f"{100 * entry['flip_rate']:.1f}%",
                 best["theta"],
                 f"{best['tokens_per_second'] / base:.2f}",
@@ -216,7 +218,7 @@ def print_proposal(found: dict) -> None:
                 f"{stop['drafts_per_round']:.1f}",
             ]
         )
-    headers = ["alpha", "flips", "theta", "simulated gain", "expert passes per amateur pass", "stop_below"]
+    headers = ["alpha", "prompts", "flips", "theta", "simulated gain", "expert passes per amateur pass", "stop_below"]
     headers += ["simulated gain", "drafts per round"]
     print(tabulate(rows, headers=headers, disable_numparse=True))
     law = " ".join(f"--defer_{name} {found[name]:.3g}" for name in ("ceiling", "scale", "power", "spread"))

@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     provenance = {"settings": asdict(config), "versions": versions(), "git_sha": git_sha()}
     write_records(folder / "replays.parquet", "replays", columns(pieces, places, config), provenance)
     rows = read_records(folder / "replays.parquet", "replays").rows
-    found = summarise_replays(rows, config.gamma, config.margin, config.resamples, config.seed)
+    found = summarise_replays(rows, config.gamma, config.margin)
     family = next(place.family for place in places if place.group == FAMILY)
     named = {"pair": pair_name(config), "dataset": config.dataset, "decoded": count_checks(checks)}
     named["trained"] = {name: family.held_fixed[name] for name in ("trained parameters", "head shape", "token budget")}
@@ -139,8 +139,6 @@ def result_settings(config: Config, places: list[Place]) -> dict:
         "rollouts",
         "limit",
         "skip_trained",
-        "seed",
-        "resamples",
         "margin",
         "device",
         "dataset",

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from dcd_core.errors import UserError
+from diagnostics.intervals import Change, Interval, changes, interval, ratio_of_sums
 from diagnostics.matrix_summary import summarise_matrix
-from diagnostics.resampling import RESAMPLES, Change, Interval, changes, interval, ratio_of_sums
-from diagnostics.verdicts import MARGIN, headroom, headroom_clause, judge, least_resamples, verdict_sentence
+from diagnostics.verdicts import MARGIN, headroom, headroom_clause, judge, verdict_sentence
 from diagnostics.wording import percent
 
 FAMILY = "family"
@@ -34,7 +34,7 @@ class Matrix:
     positions: np.ndarray
 
     def arms(self, numerator: str, denominator: str, infer: int | None = None) -> np.ndarray:
-        """Sums as `resampling.changes` takes them: [prompt, seed, train-alpha, infer-alpha (one or all), 2]."""
+        """Sums as `intervals.changes` takes them: [prompt, seed, train-alpha, infer-alpha (one or all), 2]."""
         columns = slice(None) if infer is None else slice(infer, infer + 1)
         return np.stack([getattr(self, name)[..., columns] for name in (numerator, denominator)], axis=-1)
 
@@ -72,9 +72,7 @@ def read_matrix(rows: pd.DataFrame) -> Matrix:
     return Matrix(tuple(levels[2]), tuple(levels[3]), tuple(levels[1]), tuple(levels[0]), *sums)
 
 
-def summarise_replays(
-    rows: pd.DataFrame, gamma: int, margin: float = MARGIN, resamples: int = RESAMPLES, seed: int = 0
-) -> dict:
+def summarise_replays(rows: pd.DataFrame, gamma: int, margin: float = MARGIN) -> dict:
     """Everything that the report says of one replays table, JSON-able; intervals are 95%, over prompts and seeds.
 
     Returns:
@@ -87,9 +85,7 @@ def summarise_replays(
         control.
     """
     matrix = read_matrix(rows)
-    comparisons = (len(matrix.train_alphas) - 1) * len(matrix.infer_alphas)
-    options = {"resamples": max(resamples, least_resamples(comparisons)), "seed": seed}
-    cells = _cells(matrix, margin, options)
+    cells = _cells(matrix, margin)
     found = {
         "train_alphas": list(matrix.train_alphas),
         "infer_alphas": list(matrix.infer_alphas),
@@ -100,15 +96,15 @@ def summarise_replays(
         "lengths": matrix.lengths().tolist(),
         "acceptances": matrix.acceptances().tolist(),
         "summary": summarise_matrix(matrix.lengths(), matrix.train_alphas).as_dict(),
-        "train_rows": _train_rows(matrix, options),
+        "train_rows": _train_rows(matrix),
         "cells": cells,
         "verdicts": [],
-        "controls": _controls(rows, matrix, options),
+        "controls": _controls(rows, matrix),
     }
     for infer in matrix.infer_alphas:
         cell = matched(cells, infer)
         if cell is not None:
-            found["verdicts"].append(_verdict(cell, rows, matrix, gamma, margin, options))
+            found["verdicts"].append(_verdict(cell, rows, matrix, gamma, margin))
     return found
 
 
@@ -122,14 +118,14 @@ def matched(cells: list[dict], infer_alpha: float) -> dict | None:
     return min(here, key=lambda cell: (round(abs(cell["train_alpha"] - infer_alpha), 9), cell["train_alpha"]))
 
 
-def _cells(matrix: Matrix, margin: float, options: dict) -> list[dict]:
+def _cells(matrix: Matrix, margin: float) -> list[dict]:
     """Every train-alpha above 0 at every infer-alpha: those that `matched` names judged together, and the others."""
     lengths, acceptances = matrix.lengths(), matrix.acceptances()
     known: list[Change | None] = []
     cells = []
     for column, infer in enumerate(matrix.infer_alphas):
-        length = changes_of_length(matrix, column, options)
-        acceptance = changes(matrix.arms("acceptance", "positions", column), relative=False, **options)
+        length = changes_of_length(matrix, column)
+        acceptance = changes(matrix.arms("acceptance", "positions", column), relative=False)
         for row, train in enumerate(matrix.train_alphas[1:], 1):
             cell = {"train_alpha": train, "infer_alpha": infer, "length": float(lengths[row, column])}
             cell |= {"control_length": float(lengths[0, column]), "control_acceptance": float(acceptances[0, column])}
@@ -150,18 +146,18 @@ def _cells(matrix: Matrix, margin: float, options: dict) -> list[dict]:
     return [{"verdict": "undecided", "verdict_over_prompts": "undecided"} | cell for cell in cells]
 
 
-def changes_of_length(matrix: Matrix, infer: int, options: dict) -> list[Change] | None:
+def changes_of_length(matrix: Matrix, infer: int) -> list[Change] | None:
     """Relative changes of L at one infer-alpha; None where the control's L is 0."""
     if matrix.accepted[:, :, 0, infer].sum() == 0:
         return None
-    return changes(matrix.arms("accepted", "rounds", infer), **options)
+    return changes(matrix.arms("accepted", "rounds", infer))
 
 
-def _train_rows(matrix: Matrix, options: dict) -> list[dict]:
+def _train_rows(matrix: Matrix) -> list[dict]:
     """Per train-alpha above 0: mean L over infer-alpha minus the control's, in drafts a round and as a share."""
     arms = matrix.arms("accepted", "rounds")
-    differences = changes(arms, relative=False, **options)
-    shares = changes(arms, **options) if matrix.accepted[:, :, 0].sum() > 0 else [None] * len(differences)
+    differences = changes(arms, relative=False)
+    shares = changes(arms) if matrix.accepted[:, :, 0].sum() > 0 else [None] * len(differences)
     return [
         {
             "train_alpha": train,
@@ -172,18 +168,17 @@ def _train_rows(matrix: Matrix, options: dict) -> list[dict]:
     ]
 
 
-def _verdict(cell: dict, rows: pd.DataFrame, matrix: Matrix, gamma: int, margin: float, options: dict) -> dict:
+def _verdict(cell: dict, rows: pd.DataFrame, matrix: Matrix, gamma: int, margin: float) -> dict:
     """A comparison with the headroom at its infer-alpha, how much of it was realised, and the sentence."""
     here = rows[(rows["group"] == FAMILY) & (rows["infer_alpha"] == cell["infer_alpha"])]
     once = here[(here["train_alpha"] == 0) & (here["seed"] == matrix.seeds[0])]
     ceilings = {
-        name: ratio_of_sums(once["prompt_id"], once[name], once["positions"], **options).as_dict()
+        name: ratio_of_sums(once["prompt_id"], once[name], once["positions"], scale="logit").as_dict()
         for name in ("headroom_tv", "headroom_flip")
     }
     base = cell["control_acceptance"]
-    top1 = changes(
-        matrix.arms("top1", "positions", matrix.infer_alphas.index(cell["infer_alpha"])), relative=False, **options
-    )
+    column = matrix.infer_alphas.index(cell["infer_alpha"])
+    top1 = changes(matrix.arms("top1", "positions", column), relative=False)
     greedy = top1[matrix.train_alphas.index(cell["train_alpha"]) - 1].interval().as_dict()
     found = cell | ceilings | headroom(base, ceilings["headroom_tv"]["estimate"], gamma) | {"top1_change": greedy}
     clause = headroom_clause(
@@ -211,7 +206,7 @@ def _verdict(cell: dict, rows: pd.DataFrame, matrix: Matrix, gamma: int, margin:
     return found | {"sentence": f"{said}; {clause}."}
 
 
-def _controls(rows: pd.DataFrame, matrix: Matrix, options: dict) -> list[dict]:
+def _controls(rows: pd.DataFrame, matrix: Matrix) -> list[dict]:
     """Every other drafter (or family of them), by train-alpha and infer-alpha, against the family's train-alpha 0."""
     found = []
     others = rows[rows["group"] != FAMILY]
@@ -227,7 +222,7 @@ def _controls(rows: pd.DataFrame, matrix: Matrix, options: dict) -> list[dict]:
         entry["acceptance"] = float(_ratio(part["acceptance"].sum(), part["positions"].sum()))
         arms, paired = _against_control(part, matrix, column, seeds)
         if arms is not None and arms[:, :, 0, :, 0].sum() > 0:
-            (change,) = changes(arms, **options)
+            (change,) = changes(arms)
             entry |= {"change": change.interval().as_dict(), "paired_seeds": paired}
         found.append(entry)
     return found
@@ -255,11 +250,11 @@ def _against_control(
     return np.stack([control, other], axis=2)[:, :, :, None], common
 
 
-def change_between(base: Matrix, other: Matrix, train_alpha: float, infer_alpha: float, **options) -> Interval | None:
+def change_between(base: Matrix, other: Matrix, train_alpha: float, infer_alpha: float) -> Interval | None:
     """How much more training on `train_alpha` changes L in `other` than in `base`, as a share of each one's own L.
 
-    Prompts are drawn for both together. Training seeds, those that both have or else all, are pooled and not drawn: it
-    is of just these drafters. None where one of the two does not have this comparison, was measured on other prompts,
+    Prompts are left out of both together. Training seeds, those that both have or else all, are pooled: it is of just
+    these drafters. None where one of the two does not have this comparison, was measured on other prompts,
     or has a control of L 0.
     """
     sums, common = [], set(base.seeds) & set(other.seeds)
@@ -274,13 +269,12 @@ def change_between(base: Matrix, other: Matrix, train_alpha: float, infer_alpha:
     if base.prompts != other.prompts:
         return None
 
-    def difference(total: np.ndarray) -> np.ndarray:
-        lengths = total.reshape(*total.shape[:-1], 2, 2, 2)  # of (base, other), (control, trained): (accepted, rounds)
-        lengths = lengths[..., 0] / lengths[..., 1]
+    def difference(ratios: np.ndarray) -> np.ndarray:
+        lengths = ratios.reshape(*ratios.shape[:-1], 2, 2)  # of (base, other), (control, trained)
         change = lengths[..., 1] / lengths[..., 0] - 1
         return change[..., 1] - change[..., 0]
 
-    return interval(np.stack(sums, axis=1).reshape(len(base.prompts), -1), difference, **options)
+    return interval(np.stack(sums, axis=1).reshape(len(base.prompts), -1, 2), difference)
 
 
 def _ratio(numerator, denominator):

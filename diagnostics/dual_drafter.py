@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         columns = merged([piece[kind] for piece in pieces])
         write_records(folder / f"{kind}.parquet", kind, columns, provenance)
         tables[kind] = read_records(folder / f"{kind}.parquet", kind).rows
-    found = summarise_dual(tables["positions"], tables["dual_replays"], config.gamma, config.resamples, config.seed)
+    found = summarise_dual(tables["positions"], tables["dual_replays"], config.gamma)
     names = {"pair": f"{short_name(config.expert)} / {short_name(config.amateur)}", "seeds": len(members)}
     finish_run(folder, names | {"dataset": ", ".join(config.dataset), "gamma": config.gamma, "dual_drafter": found})
     parts.remove()
@@ -121,7 +121,7 @@ def load_studies(config: Config, members: list[tuple[str, str, str]], device: st
 
 def result_settings(config: Config, members: list[tuple[str, str, str]]) -> dict:
     """What decides a batch's rows: settings and inputs, not where results go or how they are summed."""
-    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "skip_trained", "seed", "resamples", "device")
+    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "skip_trained", "device")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     heads = [path for _, *paths in members for path in paths]
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *heads)}

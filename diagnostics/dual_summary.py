@@ -1,17 +1,17 @@
 """From the records of a dual-drafter study to [DCD, Tab. 6] for this pair, with paired intervals. No torch.
 
-Seeds (pairs of heads) are pooled into the estimates; intervals resample prompts, and differences from the
-expert-aligned draft take the spread between seeds too (`resampling.changes`). L is accepted drafts over rounds.
+Seeds (pairs of heads) are pooled into the estimates; intervals are over prompts, and differences from the
+expert-aligned draft take the spread between seeds too (`intervals.changes`). L is accepted drafts over rounds.
 """
 
 import numpy as np
 import pandas as pd
 
 from dcd_core.errors import UserError
-from diagnostics.position_summary import clusters, means
-from diagnostics.resampling import RESAMPLES, changes, ratio_of_sums
-from diagnostics.verdicts import judge, least_resamples
-from diagnostics.wording import percent, plain
+from diagnostics.intervals import changes, ratio_of_sums
+from diagnostics.position_summary import clusters, means, scale_of
+from diagnostics.verdicts import judge
+from diagnostics.wording import count, percent, plain
 
 DRAFTS = {
     "target": "expert-aligned: e",
@@ -20,13 +20,20 @@ DRAFTS = {
     "exact_expert": "oracle: true expert, f",
 }
 """Kinds of drafts by the beginning of their columns; the first is what all others are compared with."""
-COLUMNS = ("data set", "alpha", "draft", "accepted length L", "L minus e's", "KL(draft||π), nats", "top-1 matches")
+COLUMNS = (
+    "data set",
+    "alpha",
+    "prompts",
+    "draft",
+    "accepted length L",
+    "L minus e's",
+    "KL(draft||π), nats",
+    "top-1 matches",
+)
 """Headers of :func:`table6`."""
 
 
-def summarise_dual(
-    positions: pd.DataFrame, replays: pd.DataFrame, gamma: int, resamples: int = RESAMPLES, seed: int = 0
-) -> list[dict]:
+def summarise_dual(positions: pd.DataFrame, replays: pd.DataFrame, gamma: int) -> list[dict]:
     """An entry for every data set and contrast strength: JSON-able, intervals as dicts.
 
     `drafts` holds length (L), tokens_per_round, kl, top1 and acceptance of each kind, and the differences from e as
@@ -36,18 +43,16 @@ def summarise_dual(
     """
     found = []
     groups = replays.groupby(["dataset", "alpha"], sort=True)
-    resamples = max(resamples, least_resamples(groups.ngroups))
     for (dataset, alpha), part in groups:
         own = positions[(positions["dataset"] == dataset) & (positions["alpha"] == alpha)]
         if own["dual_tv"].isna().any():
             raise UserError(f"positions of {dataset} at alpha {alpha:g} hold no dual drafts")
-        options = {"resamples": resamples, "seed": seed}
         entry = {"dataset": dataset, "alpha": float(alpha), "gamma": gamma}
         entry |= {"prompts": int(part["prompt_id"].nunique()), "seeds": int(part["pair"].nunique())}
         entry["positions"] = len(own[["prompt_id", "position"]].drop_duplicates())  # of the texts, whatever the seeds
-        entry["drafts"] = _drafts(part, own, gamma, options)
-        entry |= _lengths(part, gamma, options)
-        entry |= _closeness(own, alpha, options)
+        entry["drafts"] = _drafts(part, own, gamma)
+        entry |= _lengths(part, gamma)
+        entry |= _closeness(own, alpha)
         found.append(entry)
     made = [entry for entry in found if entry["change"] is not None]
     for entry, judged in zip(made, judge([entry["change"] for entry in made]), strict=True):
@@ -64,6 +69,7 @@ def table6(entry: dict) -> dict[str, list[str]]:
         kind: [
             entry["dataset"],
             f"{entry['alpha']:g}",
+            count(entry["prompts"]),
             DRAFTS[kind],
             plain(draft["length"], 3),
             plain(draft["length_change"], 3, sign=True) if draft.get("length_change") else "",
@@ -75,7 +81,7 @@ def table6(entry: dict) -> dict[str, list[str]]:
 
 
 def _arms(rows: pd.DataFrame, columns: list[tuple], prompts: pd.Index, seeds: list[str]) -> np.ndarray:
-    """Sums as `resampling.changes` takes them, [prompt, seed, arm, 1, 2]; `columns` are (numerator, denominator) arrays
+    """Sums as `intervals.changes` takes them, [prompt, seed, arm, 1, 2]; `columns` are (numerator, denominator) arrays
     of `rows`, one pair an arm. A prompt without a row counts 0."""
     place = prompts.get_indexer(rows["prompt_id"]) * len(seeds) + pd.Index(seeds).get_indexer(rows["pair"])
     size = len(prompts) * len(seeds)
@@ -86,7 +92,7 @@ def _arms(rows: pd.DataFrame, columns: list[tuple], prompts: pd.Index, seeds: li
     return np.stack(sums, axis=1).reshape(len(prompts), len(seeds), len(columns), 1, 2)
 
 
-def _drafts(replays: pd.DataFrame, positions: pd.DataFrame, gamma: int, options: dict) -> dict[str, dict]:
+def _drafts(replays: pd.DataFrame, positions: pd.DataFrame, gamma: int) -> dict[str, dict]:
     """Every kind of draft alone, and its paired differences from e."""
     names = ["kl", "top1", "acceptance"]
     one = np.ones(len(positions))
@@ -98,26 +104,27 @@ def _drafts(replays: pd.DataFrame, positions: pd.DataFrame, gamma: int, options:
         for name in names
     }
     units = clusters(positions)
-    intervals = means(units, np.stack(list(values.values()), axis=1), **options)
+    scales = [scale_of(f"mean_{kind}_{name}") for kind, name in values]
+    intervals = means(units, np.stack(list(values.values()), axis=1), scales)
     found: dict[str, dict] = {kind: {} for kind in DRAFTS}
     for (kind, name), interval in zip(values, intervals, strict=True):
         found[kind][name] = interval.as_dict()
     prompts, seeds = pd.Index(sorted(replays["prompt_id"].unique())), sorted(replays["pair"].unique())
     for name in names:
         arms = _arms(positions, [(values[kind, name], one) for kind in DRAFTS], prompts, seeds)
-        for kind, change in zip(list(DRAFTS)[1:], changes(arms, relative=False, **options), strict=True):
+        for kind, change in zip(list(DRAFTS)[1:], changes(arms, relative=False), strict=True):
             found[kind][f"{name}_change"] = change.interval().as_dict()
     parts = {kind: _rows(replays, kind, gamma) for kind in DRAFTS}
     for kind, rows in parts.items():
-        found[kind]["length"] = _length(rows, "accepted", options)
-        found[kind]["tokens_per_round"] = _length(rows, "emitted", options)
+        found[kind]["length"] = _length(rows, "accepted")
+        found[kind]["tokens_per_round"] = _length(rows, "emitted")
     arms = np.concatenate([_lengths_of(rows, prompts, seeds) for rows in parts.values()], axis=2)
-    for kind, change in zip(list(DRAFTS)[1:], changes(arms, relative=False, **options), strict=True):
+    for kind, change in zip(list(DRAFTS)[1:], changes(arms, relative=False), strict=True):
         found[kind]["length_change"] = change.interval().as_dict()
     return found
 
 
-def _lengths(replays: pd.DataFrame, gamma: int, options: dict) -> dict:
+def _lengths(replays: pd.DataFrame, gamma: int) -> dict:
     """The dual draft against e at equal draft length, as a share of L, and at equal drafting time."""
     prompts, seeds = pd.Index(sorted(replays["prompt_id"].unique())), sorted(replays["pair"].unique())
     short, long, dual = (
@@ -126,18 +133,18 @@ def _lengths(replays: pd.DataFrame, gamma: int, options: dict) -> dict:
     both = _lengths_of(dual, prompts, seeds)
     equal_length = np.concatenate([_lengths_of(short, prompts, seeds), both], axis=2)
     equal_time = np.concatenate([_lengths_of(long, prompts, seeds), both], axis=2)
-    (at_time,) = changes(equal_time, relative=False, **options)
+    (at_time,) = changes(equal_time, relative=False)
     change = None
     if equal_length[:, :, 0, 0, 0].sum() > 0:
-        (change,) = changes(equal_length, **options)
+        (change,) = changes(equal_length)
     return {
-        "equal_time": {"length": _length(long, "accepted", options), "change": at_time.interval().as_dict()},
+        "equal_time": {"length": _length(long, "accepted"), "change": at_time.interval().as_dict()},
         "change": change,
         "verdict": "undecided",
     }
 
 
-def _closeness(positions: pd.DataFrame, alpha: float, options: dict) -> dict:
+def _closeness(positions: pd.DataFrame, alpha: float) -> dict:
     """Where the reconstruction is nearer to the target, and what the variances say about it."""
     names = ("var_signal", "var_error", "var_amateur_error", "cov_signal_error", "cov_errors")
     table = {name: _floats(positions[name]) for name in names}
@@ -148,7 +155,8 @@ def _closeness(positions: pd.DataFrame, alpha: float, options: dict) -> dict:
         plain = table["var_signal"] > (1 + 2 / alpha) * table["var_error"] + table["var_amateur_error"]
         shares |= {"share": says, "uncorrelated": plain, "right": says == (closer > 0)}
     columns = np.stack([np.asarray(column, dtype=float) for column in (*table.values(), *shares.values())], axis=1)
-    intervals = [interval.as_dict() for interval in means(clusters(positions), columns, **options)]
+    scales = [*(scale_of(name) for name in table), *["logit"] * len(shares)]
+    intervals = [interval.as_dict() for interval in means(clusters(positions), columns, scales)]
     found = dict(zip((*table, *shares), intervals, strict=True))
     entry = {"share_closer": found["closer"], "variances": {name: found[name] for name in names}}
     if alpha > 0:
@@ -168,8 +176,8 @@ def _lengths_of(rows: pd.DataFrame, prompts: pd.Index, seeds: list[str]) -> np.n
     return _arms(rows, [(rows["accepted"], rows["rounds"])], prompts, seeds)
 
 
-def _length(rows: pd.DataFrame, name: str, options: dict) -> dict:
-    return ratio_of_sums(rows["prompt_id"], rows[name], rows["rounds"], **options).as_dict()
+def _length(rows: pd.DataFrame, name: str) -> dict:
+    return ratio_of_sums(rows["prompt_id"], rows[name], rows["rounds"]).as_dict()
 
 
 def _floats(values: pd.Series) -> np.ndarray:

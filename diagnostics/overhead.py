@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         for (label, temperature), total in totals.items()
     ]
     finish_run(folder, {"alpha": config.alpha, "overhead": table, "allowed": ALLOWED})
-    print_table(table)
+    print_table(table, len(prompts))
     return 0
 
 
@@ -147,7 +147,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def print_table(table: list[dict]) -> None:
+def print_table(table: list[dict], prompts: int) -> None:
     """Milliseconds a round, and the share outside model passes."""
     rows = []
     for entry in table:
@@ -156,6 +156,7 @@ def print_table(table: list[dict]) -> None:
         mark = "" if entry["share"] <= ALLOWED else "above 5%"
         row = [entry["method"], f"{entry['temperature']:g}", f"{entry['rounds_s'] * each:.1f}", f"{outside * each:.2f}"]
         rows.append([*row, f"{100 * entry['share']:.1f}%", mark])
+    print(f"{prompts} prompts")
     print(tabulate(rows, headers=["method", "T", "ms a round", "outside passes", "share", ""], disable_numparse=True))
 
 

@@ -6,13 +6,16 @@ head trained on the contrast. Their gains are over e. The stronger proposer's is
 Pooling is by count: every position weighs the same, whatever its pair, data set or contrast strength.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from dcd_core.errors import UserError
-from diagnostics.resampling import RESAMPLES, Interval, group_sums, resampled_sums
+from diagnostics.intervals import Interval, group_sums, intervals, spread
+from diagnostics.records import POSITIONS
 
 # Buckets of [DCD, Figs. 2 and 7], in nats, for the signal and the drafter's error alike.
 EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, np.inf)
@@ -59,6 +62,9 @@ OPTIONAL_MEANS = (
     "rule_left",
     "rule_right",
 )
+
+
+_COLUMNS = {column.name: column for column in POSITIONS}
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def bucket_labels() -> list[str]:
 
 
 def clusters(rows: pd.DataFrame) -> np.ndarray:
-    """Number of the resampling unit of each row: its prompt, the same one at every alpha and for every pair."""
+    """Number of the unit of each row: its prompt, the same one at every alpha and for every pair."""
     return rows.groupby(["dataset", "prompt_id"]).ngroup().to_numpy()
 
 
@@ -141,34 +147,26 @@ def binned(
     column: np.ndarray,
     shape: tuple[int, int],
     values: list[np.ndarray],
-    resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> list[Grid]:
-    """Positions binned by two indices, and the mean of each of some values per cell, with cluster-bootstrap intervals
-    over prompts; resamples in which a cell is empty are left out of its interval."""
+    """Positions binned by two indices, and the mean of each of some values per cell, with intervals over the prompts
+    that have a position there."""
     size = shape[0] * shape[1]
     unit = clusters(rows)
     prompts = int(unit.max(initial=-1)) + 1
     place = unit * size + np.asarray(row) * shape[1] + np.asarray(column)
 
     def sums(weights: np.ndarray | None = None) -> np.ndarray:
-        return np.bincount(place, weights, minlength=prompts * size).reshape(prompts, size).astype(float)
+        return np.bincount(place, weights, minlength=prompts * size).reshape(prompts, size).T.astype(float)
 
-    table = np.concatenate([sums(), *(sums(value) for value in values)], axis=1)
-    count, *totals = np.split(table.sum(0), len(values) + 1)
-    lone = (table[:, :size] > 0).sum(0) < 2
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = resampled_sums(table, resamples, seed) if prompts > 1 else np.full((2, table.shape[1]), np.nan)
-        drawn_count, *drawn_totals = np.split(drawn, len(values) + 1, axis=1)
-        found = []
-        for total, drawn_total in zip(totals, drawn_totals, strict=True):
-            low, high = (np.where(lone, np.nan, edge) for edge in _spread(drawn_total / drawn_count))
-            parts = (count.astype(int), total / count, low, high)
-            found.append(Grid(*(part.reshape(shape) for part in parts)))
+    counts, found = sums(), []
+    for value in values:
+        spreads = spread(np.stack([sums(value), counts], axis=-1)[:, :, None])
+        parts = (counts.sum(1).astype(int), spreads.estimate, *spreads.ends("plain"))
+        found.append(Grid(*(part.reshape(shape) for part in parts)))
     return found
 
 
-def cells(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0, kind: str = "oracle") -> Cells:
+def cells(rows: pd.DataFrame, kind: str = "oracle") -> Cells:
     """Bin positions by drafter error and signal; gains of one kind of draft per cell, with their intervals.
 
     The stronger proposer's own error stands in the place of the drafter's.
@@ -176,21 +174,8 @@ def cells(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0, kind: s
     rows = having(rows, kind)
     error = rows["stronger_error" if kind == "stronger" else "error_reverse"]
     shape = (BUCKETS, BUCKETS)
-    top1, acceptance = binned(
-        rows, bucket(error), bucket(rows["signal"]), shape, list(gains(rows, kind)), resamples, seed
-    )
+    top1, acceptance = binned(rows, bucket(error), bucket(rows["signal"]), shape, list(gains(rows, kind)))
     return Cells(top1.counts, *(getattr(grid, name.name) for grid in (top1, acceptance) for name in fields(Grid)[1:]))
-
-
-def _spread(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95% interval per column, leaving out resamples in which the cell is empty."""
-    low, high = np.full(drawn.shape[1], np.nan), np.full(drawn.shape[1], np.nan)
-    some = np.isfinite(drawn).any(0)
-    whole = np.isfinite(drawn).all(0)
-    for columns, quantile in ((whole, np.quantile), (some & ~whole, np.nanquantile)):
-        if columns.any():
-            low[columns], high[columns] = quantile(drawn[:, columns], [0.025, 0.975], axis=0)
-    return low, high
 
 
 def marginals(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -199,7 +184,20 @@ def marginals(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     return shares[0], shares[1]
 
 
-def summarise(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> dict:
+def scale_of(name: str) -> str:
+    """The scale of the interval of a mean (`intervals.Spread.ends`): plain where a value may be below zero, log for
+    amounts, logit for probabilities and for shares of positions."""
+    if name.startswith("gain_"):
+        return "plain"
+    column = _COLUMNS.get(name.removeprefix("mean_"))
+    if column is None or column.type == pa.bool_():
+        return "logit"
+    if column.low is None or column.low <= -1:
+        return "plain"
+    return "log" if column.high is None else "logit"
+
+
+def summarise(rows: pd.DataFrame) -> dict:
     """Headline shares, gains of every kind of draft, acceptances and the mean of every quantity, with 95% intervals.
 
     Returns a JSON-able dict; every entry but the counts is an Interval as a dict. A quantity that only some of the
@@ -223,38 +221,31 @@ def summarise(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> 
     prompts = clusters(rows)
     found = {"positions": len(rows), "prompts": len(np.unique(prompts))}
     table = np.stack([_floats(column) for column in values.values()], axis=1)
-    for name, interval in zip(values, means(prompts, table, resamples, seed), strict=True):
+    scales = [scale_of(name) for name in values]
+    for name, interval in zip(values, means(prompts, table, scales), strict=True):
         found[name] = interval.as_dict()
     signal, error = marginals(rows)
     return found | {"signal_shares": signal.tolist(), "error_shares": error.tolist()}
 
 
-def means(prompts: np.ndarray, table: np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> list[Interval]:
-    """Mean of every column of a table over the rows where it is not NaN, with cluster intervals from one set of
-    resamples. Raises UserError for a column without any value."""
+def means(prompts: np.ndarray, table: np.ndarray, scales: Sequence[str]) -> list[Interval]:
+    """Mean of every column of a table over the rows where it is not NaN, with its interval over prompts on the scale of
+    the column (`intervals.Spread.ends`). Raises UserError for a column without any value."""
     there = ~np.isnan(table)
     if not there.any(0).all():
         raise UserError("a quantity has no value at any position")
-    ids, sums = group_sums(prompts, np.concatenate([there, np.where(there, table, 0.0)], axis=1))
-    count, total = np.split(sums.sum(0), 2)
-    if len(ids) < 2:
-        return [Interval(float(mean), None, None, len(ids)) for mean in total / count]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drawn_count, drawn = np.split(resampled_sums(sums, resamples, seed), 2, axis=1)
-        low, high = _spread(drawn / drawn_count)
-    edges = zip(total / count, low, high, (sums[:, : len(count)] > 0).sum(0), strict=True)
-    return [
-        Interval(float(mean), *((float(below), float(above)) if units > 1 else (None, None)), int(units))
-        for mean, below, above, units in edges
-    ]
+    _, sums = group_sums(prompts, np.concatenate([np.where(there, table, 0.0), there], axis=1))
+    totals, counts = np.split(sums, 2, axis=1)
+    columns = np.stack([totals, counts], axis=-1).swapaxes(0, 1)[:, :, None]
+    return [intervals(spread(column), scale)[0] for column, scale in zip(columns, scales, strict=True)]
 
 
-def summarise_by_alpha(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, dict]:
+def summarise_by_alpha(rows: pd.DataFrame) -> dict[str, dict]:
     """`summarise` for every alpha, keyed by its number as text, and for all of them pooled by count ("pooled")."""
     if rows.empty:
         raise UserError("there are no positions to summarise")
-    by_alpha = {f"{alpha:g}": summarise(part, resamples, seed) for alpha, part in rows.groupby("alpha")}
-    return by_alpha | {"pooled": summarise(rows, resamples, seed)}
+    by_alpha = {f"{alpha:g}": summarise(part) for alpha, part in rows.groupby("alpha")}
+    return by_alpha | {"pooled": summarise(rows)}
 
 
 def length_gain(acceptance: float, headroom: float, gamma: int) -> float:

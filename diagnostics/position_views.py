@@ -1,7 +1,7 @@
 """Views of a positions table over pairs, data sets and contrast strengths, as counted numbers. No torch.
 
 A *configuration* is one pair on one data set at one contrast strength; the paper has 24 of them [DCD, sec. 4.1]. A
-*setting* is a pair on a data set. Intervals are 95% cluster-bootstrap intervals over prompts throughout.
+*setting* is a pair on a data set. Intervals are 95% intervals over prompts throughout.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from diagnostics.intervals import Interval, ratio_of_sums
 from diagnostics.position_summary import (
     BUCKETS,
     KINDS,
@@ -22,7 +23,6 @@ from diagnostics.position_summary import (
     means,
     summarise_by_alpha,
 )
-from diagnostics.resampling import RESAMPLES, Interval, group_sums, interval
 
 LITTLE = 1e-6  # a headroom below this is none: no share of it can be named
 
@@ -73,19 +73,17 @@ def configurations(rows: pd.DataFrame) -> tuple[list[str], np.ndarray]:
     return labels, groups.ngroup().to_numpy()
 
 
-def by_configuration(rows: pd.DataFrame, column: str, kind: str, resamples: int = RESAMPLES, seed: int = 0) -> Labelled:
+def by_configuration(rows: pd.DataFrame, column: str, kind: str) -> Labelled:
     """dTop1 of one kind of draft by configuration (rows) and by the buckets of a column: "signal" [DCD, Fig. 7] or
     "amateur_error", KL(f||q) [DCD, Fig. 6]."""
     rows = having(rows, kind)
     rows = rows[rows[column].notna()]
     labels, number = configurations(rows)
-    (grid,) = binned(
-        rows, number, bucket(rows[column]), (len(labels), BUCKETS), [gains(rows, kind)[0]], resamples, seed
-    )
+    (grid,) = binned(rows, number, bucket(rows[column]), (len(labels), BUCKETS), [gains(rows, kind)[0]])
     return Labelled(labels, grid)
 
 
-def trends(rows: pd.DataFrame, kind: str, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Labelled]:
+def trends(rows: pd.DataFrame, kind: str) -> dict[str, Labelled]:
     """dTop1 of one kind of draft per setting: over the contrast strength ("alpha") and over the signal's buckets
     ("signal") [DCD, Fig. 8]. The columns of the first are the strengths in ascending order, named in its labels' place
     by `alphas_of`."""
@@ -99,7 +97,7 @@ def trends(rows: pd.DataFrame, kind: str, resamples: int = RESAMPLES, seed: int 
         "signal": (bucket(rows["signal"]), BUCKETS),
     }
     return {
-        name: Labelled(names, binned(rows, setting, place, (len(names), size), gain, resamples, seed)[0])
+        name: Labelled(names, binned(rows, setting, place, (len(names), size), gain)[0])
         for name, (place, size) in places.items()
     }
 
@@ -109,7 +107,7 @@ def alphas_of(rows: pd.DataFrame) -> list[float]:
     return sorted(rows["alpha"].unique().tolist())
 
 
-def per_configuration(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, dict]:
+def per_configuration(rows: pd.DataFrame) -> dict[str, dict]:
     """Mean dTop1 and d acceptance of every kind of draft in every configuration, and pooled: name -> {"positions",
     "top1": {kind: Interval}, "acceptance": {kind: Interval}}."""
     labels, number = configurations(rows)
@@ -120,7 +118,7 @@ def per_configuration(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int 
     for label, part in parts.items():
         kinds = kinds_in(part)
         columns = [column for kind in kinds for column in gains(part, kind)]
-        intervals = means(clusters(part), np.stack(columns, axis=1), resamples, seed)
+        intervals = means(clusters(part), np.stack(columns, axis=1), ["plain"] * len(columns))
         found[label] = {
             "positions": len(part),
             "top1": dict(zip(kinds, intervals[::2], strict=True)),
@@ -129,7 +127,7 @@ def per_configuration(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int 
     return found
 
 
-def alignment(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, tuple[Interval, Interval]]:
+def alignment(rows: pd.DataFrame) -> dict[str, tuple[Interval, Interval]]:
     """Mean alignment gap in nats and the share of positions where it is above 0, per setting and pooled [DCD, Def. B.2,
     Tab. 9]."""
     parts = settings_of(rows)
@@ -138,12 +136,12 @@ def alignment(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> 
     found = {}
     for name, part in parts.items():
         gap = part["alignment_gap"].to_numpy(dtype=float)
-        mean, share = means(clusters(part), np.stack([gap, gap > 0], axis=1), resamples, seed)
+        mean, share = means(clusters(part), np.stack([gap, gap > 0], axis=1), ["plain", "logit"])
         found[name] = (mean, share)
     return found
 
 
-def realised(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> list[Realised]:
+def realised(rows: pd.DataFrame) -> list[Realised]:
     """Headroom, gain and their ratio for every kind of draft at every contrast strength, and pooled."""
     parts = {f"{alpha:g}": part for alpha, part in rows.groupby("alpha")}
     if len(parts) > 1:
@@ -155,30 +153,27 @@ def realised(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> l
         for alpha, whole in parts.items():
             part = having(whole, kind)
             if len(part):
-                found.append(_realised(part, kind, alpha, resamples, seed))
+                found.append(_realised(part, kind, alpha))
     return found
 
 
-def _realised(part: pd.DataFrame, kind: str, alpha: str, resamples: int, seed: int) -> Realised:
+def _realised(part: pd.DataFrame, kind: str, alpha: str) -> Realised:
     top1, acceptance = gains(part, kind)
     ceilings = part["headroom_tv"].to_numpy(dtype=float), part["headroom_flip"].to_numpy(dtype=float)
     units = clusters(part)
     table = np.stack([ceilings[0], acceptance, ceilings[1], top1], axis=1)
-    headroom_tv, gain_acceptance, headroom_flip, gain_top1 = means(units, table, resamples, seed)
-    _, sums = group_sums(units, table)
-    shares = [
-        interval(sums, lambda total, at=at: total[..., at + 1] / total[..., at], resamples=resamples, seed=seed)
-        if ceilings[at // 2].mean() > LITTLE
-        else None
-        for at in (0, 2)
-    ]
+    headroom_tv, gain_acceptance, headroom_flip, gain_top1 = means(units, table, ["logit", "plain"] * 2)
+    shares = []
+    for ceiling, gain in zip(ceilings, (acceptance, top1), strict=True):
+        share = ratio_of_sums(units, gain, ceiling, scale="plain") if ceiling.mean() > LITTLE else None
+        shares.append(share)
     return Realised(
         kind, alpha, len(part), headroom_tv, gain_acceptance, shares[0], headroom_flip, gain_top1, shares[1]
     )
 
 
-def each_and_pooled(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, dict[str, dict]]:
+def each_and_pooled(rows: pd.DataFrame) -> dict[str, dict[str, dict]]:
     """`summarise_by_alpha` of every setting alone and of all pooled by count ("pooled")."""
     parts = settings_of(rows)
-    found = {name: summarise_by_alpha(part, resamples, seed) for name, part in parts.items()}
-    return found if len(parts) == 1 else found | {"pooled": summarise_by_alpha(rows, resamples, seed)}
+    found = {name: summarise_by_alpha(part) for name, part in parts.items()}
+    return found if len(parts) == 1 else found | {"pooled": summarise_by_alpha(rows)}

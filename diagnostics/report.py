@@ -16,12 +16,11 @@ import dcd_core.environment  # isort: skip  # noqa: F401  (a backend for plots w
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dcd_core.config import git_sha, is_free, make_folder, parse_config, refuse_below, run_entry
+from dcd_core.config import git_sha, is_free, make_folder, parse_config, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, check_output_folder, remove, write_text_atomic
 from diagnostics import paper
 from diagnostics.pages import fill_page
-from diagnostics.resampling import RESAMPLES
 from diagnostics.sections.board import write_board
 from diagnostics.sections.cross_alpha import across_section, cross_alpha_section
 from diagnostics.sections.dual_drafter import dual_section
@@ -35,7 +34,6 @@ PAGE = "index.html"
 MARK = "Fast contrastive decoding with an expert-aligned drafter"  # in every page: an earlier report is known by it
 # what several runs of a kind have together; it stands first, or after the runs that speak at length in the opening
 TOGETHER = {"cross-alpha": across_section, "signal": pooled_section}
-RESAMPLED = ("cross-alpha", "dual drafter", "signal", "benchmark")
 SECTIONS = {
     "cross-alpha": cross_alpha_section,  # first: the page opens with its verdict
     "dual drafter": dual_section,
@@ -58,23 +56,10 @@ class Config:
         metadata={"help": "folder for the figures in TensorBoard (default: tensorboard/ in the output folder)"},
     )
     title: str = field(default="", metadata={"help": "title of the page (default: the pair's names)"})
-    resamples: int | None = field(
-        default=None, metadata={"help": "bootstrap resamples over prompts (default: those of each run)"}
-    )
-    seed: int | None = field(default=None, metadata={"help": "seed of the bootstrap (default: that of each run)"})
 
     def __post_init__(self):
         if not self.records or not all(self.records):
             raise ValueError("--records needs a folder of finished runs, or several")
-        given = {"resamples": 1, "seed": 0}
-        refuse_below(self, **{name: least for name, least in given.items() if getattr(self, name) is not None})
-
-    def bootstrap(self, run: Run) -> tuple[int, int]:
-        """Resamples and seed of a run's intervals: as it was summed itself, so that the page says what it said."""
-        given = self.resamples is not None and self.seed is not None
-        own = {} if given or run.kind not in RESAMPLED else run.settings
-        resamples = own.get("resamples", RESAMPLES) if self.resamples is None else self.resamples
-        return resamples, own.get("seed", 0) if self.seed is None else self.seed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,10 +103,10 @@ def build_sections(runs: list[Run], config: Config) -> list[Section]:
     for kind, build in SECTIONS.items():
         # the run with most prompts first: with its verdict the page opens, and others are held against it
         own = sorted((run for run in runs if run.kind == kind), key=lambda run: -run.metrics.get("prompts", 0))
-        alone = [build(run, page, *config.bootstrap(run)) for run in own]
+        alone = [build(run, page) for run in own]
         together = None
         if kind in TOGETHER and len(own) > 1:
-            together = TOGETHER[kind](own, page, [config.bootstrap(run) for run in own])
+            together = TOGETHER[kind](own, page)
         for run, section in zip(own, alone, strict=True):
             section.name = run.name
             if len(own) > 1 and section.title != f"Training: {run.name}":  # else several could have one name

@@ -89,14 +89,12 @@ class RolloutFlags(UnreadFlags):
     )
     limit: int = field(default=0, metadata={"help": "use the first so many prompts of a file (0: all)"})
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda"})
-    seed: int = field(default=0, metadata={"help": "seed of the bootstrap"})
-    resamples: int = field(default=10_000, metadata={"help": "bootstrap resamples over prompts (and training seeds)"})
     template_args: str = field(default="", metadata={"help": "JSON given to the chat template"})
     overwrite: bool = field(default=False, metadata={"help": "redo a finished run"})
 
     def __post_init__(self):
         template_arguments(self.template_args)  # refused here if it is not JSON
-        refuse_below(self, resamples=1, limit=0, seed=0)
+        refuse_below(self, limit=0)
 
     def texts(self, pair: Pair, stops: tuple[int, ...]) -> Rollouts:
         """Where the study's greedy texts come from."""

@@ -11,7 +11,7 @@ import pandas as pd
 
 from dcd_core.errors import UserError
 from diagnostics.forms import shape_of, split_label, unsaved
-from diagnostics.resampling import RESAMPLES, Interval, paired_ratio, ratio_of_sums
+from diagnostics.intervals import Interval, paired_ratio, ratio_of_sums
 
 BASELINE = "cd"
 # of rows in tables and bars in figures
@@ -35,9 +35,7 @@ def alphas_of(rows: pd.DataFrame) -> pd.Series:
     return found
 
 
-def summarise_rounds(
-    rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0, gamma: int | None = None
-) -> list[dict]:
+def summarise_rounds(rows: pd.DataFrame, gamma: int | None = None) -> list[dict]:
     """One JSON-able entry per alpha and method, with 95% intervals over prompts; methods without an alpha come first.
 
     `speedup` is tokens/s over `cd` at the same alpha on the same prompts (over `cd` of all alphas pooled for methods
@@ -53,15 +51,15 @@ def summarise_rounds(
     groups = dict(list(rows.groupby(["alpha", "method"])))
     for alpha, method in sorted(groups, key=_place):
         part = groups[alpha, method]
-        entry = {"alpha": alpha, "method": method} | _counts(part, resamples, seed, _depth(method, part, gamma))
+        entry = {"alpha": alpha, "method": method} | _counts(part, _depth(method, part, gamma))
         against = baseline if alpha == ANY else baseline[baseline["alpha"] == alpha]
         if len(against):
             arms = _same_prompts(part, against)
-            entry["speedup"] = paired_ratio(*arms, resamples=resamples, seed=seed).as_dict()
+            entry["speedup"] = paired_ratio(*arms).as_dict()
         if (alpha, unsaved(method)) in groups:
             entry["unsaved"] = unsaved(method)
             arms = _same_prompts(part, groups[alpha, entry["unsaved"]])
-            entry["over_unsaved"] = paired_ratio(*arms, resamples=resamples, seed=seed).as_dict()
+            entry["over_unsaved"] = paired_ratio(*arms).as_dict()
         found.append(entry)
     return found
 
@@ -90,15 +88,14 @@ def _same_prompts(*arms: pd.DataFrame) -> list[tuple[list, list, list]]:
     return found
 
 
-def _counts(part: pd.DataFrame, resamples: int, seed: int, depth: int) -> dict:
-    options = {"resamples": resamples, "seed": seed}
+def _counts(part: pd.DataFrame, depth: int) -> dict:
     prompts, rounds, drafted = part["prompt_id"], len(part), int(part["drafted"].sum())
     passes, blocks = part["expert_passes"], bool((part["expert_passes"] > 1).any())
-    speed = ratio_of_sums(prompts, part["emitted"], part["seconds"], **options)
+    speed = ratio_of_sums(prompts, part["emitted"], part["seconds"])
     # a round is one expert pass; where the amateur judges blocks of them, what the drafter got through is the rest
     gained = part["emitted"] - passes if blocks else part["accepted"]
-    accepted = ratio_of_sums(prompts, gained, passes, **options)
-    emitted = ratio_of_sums(prompts, part["emitted"], passes, **options)
+    accepted = ratio_of_sums(prompts, gained, passes)
+    emitted = ratio_of_sums(prompts, part["emitted"], passes)
     return {
         "prompts": int(prompts.nunique()),
         "answers": int(part[["run", "prompt_id", "sample"]].drop_duplicates().shape[0]),
@@ -114,14 +111,12 @@ def _counts(part: pd.DataFrame, resamples: int, seed: int, depth: int) -> dict:
         "tokens_per_round": emitted.as_dict(),
         "acceptance_by_position": []
         if blocks
-        else [interval.as_dict() for interval in acceptance_by_position(part, resamples, seed, depth)],
+        else [interval.as_dict() for interval in acceptance_by_position(part, depth)],
         "draft_step_ms": 1000 * part["draft_s"].sum() / drafted if drafted and not blocks else 0.0,
     } | {f"{name}_ms": 1000 * part[f"{name}_s"].sum() / passes.sum() for name in ("draft", "expert", "amateur", "rest")}
 
 
-def acceptance_by_position(
-    part: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0, depth: int | None = None
-) -> list[Interval]:
+def acceptance_by_position(part: pd.DataFrame, depth: int | None = None) -> list[Interval]:
     """Share of drafts accepted at draft position 1, 2, ..., among rounds whose earlier drafts were all accepted."""
     found = []
     for position in range(1, (int(part["drafted"].max()) if depth is None else depth) + 1):
@@ -129,5 +124,5 @@ def acceptance_by_position(
         if reached.empty:
             break
         passed = reached["accepted"] >= position
-        found.append(ratio_of_sums(reached["prompt_id"], passed, np.ones(len(reached)), resamples=resamples, seed=seed))
+        found.append(ratio_of_sums(reached["prompt_id"], passed, np.ones(len(reached)), scale="logit"))
     return found

@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     provenance = {"settings": asdict(config), "versions": versions(), "git_sha": git_sha()}
     write_records(folder / "positions.parquet", "positions", columns, provenance)
     rows = read_records(folder / "positions.parquet", "positions").rows
-    by_alpha = summarise_by_alpha(rows, config.resamples, config.seed)
+    by_alpha = summarise_by_alpha(rows)
     finish_run(folder, {"pair": pair, "dataset": ", ".join(config.dataset), "by_alpha": by_alpha})
     parts.remove()
     print_summary(by_alpha)
@@ -120,7 +120,7 @@ def result_settings(config: Config) -> dict:
     return kept | {"inputs": inputs_key(config.prompts, *models)} | alphas_of_heads(config)
 
 
-KEY_LEAVES_OUT = ("output", "rollouts", "overwrite", "alphas", "limit", "skip_trained", "seed", "resamples", "device")
+KEY_LEAVES_OUT = ("output", "rollouts", "overwrite", "alphas", "limit", "skip_trained", "device")
 
 
 def alphas_of_heads(config: Config) -> dict:
@@ -175,7 +175,8 @@ def print_summary(by_alpha: dict[str, dict]) -> None:
     shown = {title: name for title, name in shown.items() if name in by_alpha["pooled"]}
     alphas = list(by_alpha)
     table = [[title, *(points(by_alpha[alpha][name]) for alpha in alphas)] for title, name in shown.items()]
-    table.insert(0, ["positions", *(str(by_alpha[alpha]["positions"]) for alpha in alphas)])
+    table.insert(0, ["prompts", *(str(by_alpha[alpha]["prompts"]) for alpha in alphas)])
+    table.insert(1, ["positions", *(str(by_alpha[alpha]["positions"]) for alpha in alphas)])
     print("percent of positions, or points; [95% interval over prompts]")
     print(tabulate(table, headers=["alpha", *alphas], disable_numparse=True))
 

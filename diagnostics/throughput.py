@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     table = summarise(runs)
     finish_run(folder, {"alpha": config.alpha, "prompts": len(prompts), "throughput": table})
     parts.remove()
-    print_table(table, config)
+    print_table(table, config, len(prompts))
     return 0
 
 
@@ -154,7 +154,7 @@ def summarise(runs: list[dict]) -> list[dict]:
     return found
 
 
-def print_table(table: list[dict], config: Config) -> None:
+def print_table(table: list[dict], config: Config, prompts: int) -> None:
     """One row a method, one column a batch size."""
     cells = {(entry["method"], entry["batch"]): entry for entry in table}
     rows = []
@@ -165,7 +165,7 @@ def print_table(table: list[dict], config: Config) -> None:
             over = f", {entry['over_cd']:.2f} of cd" if "over_cd" in entry and method != BASELINE else ""
             row.append(f"{entry['tokens_per_second']:.1f} ({entry['over_smallest_batch']:.2f}x{over})")
         rows.append(row)
-    print("tokens per second (over the smallest batch; over cd at the same batch)")
+    print(f"tokens per second on {prompts} prompts (over the smallest batch; over cd at the same batch)")
     print(tabulate(rows, headers=["method", *(f"batch {batch}" for batch in config.batches)], disable_numparse=True))
 
 

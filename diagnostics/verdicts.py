@@ -1,4 +1,4 @@
-"""Does contrast-aware training help? Verdicts from resampled changes, and the sentence that says them. No torch.
+"""Does contrast-aware training help? Verdicts from changes, and the sentence that says them. No torch.
 
 A verdict is a claim about the true change of accepted length, as a share of L, against expert-aligned training:
 
@@ -14,18 +14,17 @@ kind of claim. A change that is surely within the margin on both sides is "no ga
 too small to matter either way. Fewer than 20 prompts decide nothing.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from diagnostics.resampling import Change, holm
+from diagnostics.intervals import Change, holm
 from diagnostics.wording import percent, points
 
 MARGIN = 0.01
 SIDE = 0.025  # of each one-sided test: a bound of a 95% interval
-FEWEST = 20  # prompts: with fewer, a percentile bootstrap misses too much of what could happen, and decides nothing
+FEWEST = 20  # prompts: fewer are too few texts to speak for others, and decide nothing
 VERDICTS = ("helps", "no gain", "hurts", "undecided")
 
 
@@ -75,12 +74,6 @@ def judge(changes: Sequence[Change], margin: float = MARGIN) -> list[Judged]:
         ps = (float(values[index]) for values in (no_gain, equivalent, above, below))
         found.append(Judged(verdict, gain_out, loss_out, *ps, len(changes)))
     return found
-
-
-def least_resamples(comparisons: int) -> int:
-    """Resamples with which a grid can be decided at all: no p-value is below 1 / (resamples + 1), and Holm multiplies
-    the smallest by the number of comparisons. Four times what just suffices."""
-    return math.ceil(4 * comparisons / SIDE)
 
 
 def headroom(acceptance: float, ceiling: float, gamma: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ def world(tmp_path_factory):
 
 
 def flags(world, output, *more):
-    fast = ["--max_new_tokens=10", "--gamma=3", "--limit=3", "--device=cpu", "--resamples=200", "--warmup=1"]
+    fast = ["--max_new_tokens=10", "--gamma=3", "--limit=3", "--device=cpu", "--warmup=1"]
     return [*model_flags(world), f"--output={output}", *fast, *more]
 
 

@@ -16,7 +16,7 @@ def folder(tmp_path_factory):
     browser.browser()
     folder = tmp_path_factory.mktemp("report")
     synthetic_runs.runs_of_every_kind(folder / "runs")
-    assert entry.main([f"--records={folder / 'runs'}", f"--output={folder / 'page'}", "--resamples=40"]) == 0
+    assert entry.main([f"--records={folder / 'runs'}", f"--output={folder / 'page'}"]) == 0
     return folder
 
 

@@ -67,7 +67,6 @@ def flags(world, output, *more, controls=("expert_only", "amateur_zeroed", "amat
         "--batch=2",
         "--device=cpu",
         "--dtype=float32",
-        "--resamples=200",
         "--gamma=3",
     ]
     alphas = ["--infer_alphas", *map(str, ALPHAS)]

@@ -18,7 +18,7 @@ def records(**options) -> pd.DataFrame:
 
 
 def summed(rows, **options) -> dict:
-    return summarise_replays(rows, 5, resamples=800, **options)
+    return summarise_replays(rows, 5, **options)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +137,14 @@ def test_seeds_that_differ_leave_a_verdict_about_just_these_drafters():
 def test_the_change_of_one_run_against_that_of_another():
     """The difference of two shares; sure where both saw the same prompts, for prompts cancel."""
     one, other = (read_matrix(records(prompts=60, effect=effect, noise=0.01)) for effect in (0.0, 0.05))
-    found = change_between(one, other, 0.3, 0.3, resamples=500)
+    found = change_between(one, other, 0.3, 0.3)
     shares = [
         matrix.lengths()[matrix.train_alphas.index(0.3), matrix.infer_alphas.index(0.3)]
         / matrix.lengths()[0, matrix.infer_alphas.index(0.3)]
         for matrix in (one, other)
     ]
     assert found.estimate == pytest.approx(shares[1] - shares[0]) and 0 < found.low < 0.05 < found.high + 0.02
-    same = change_between(one, one, 0.3, 0.3, resamples=500)
+    same = change_between(one, one, 0.3, 0.3)
     assert (same.estimate, same.low, same.high) == (0, 0, 0)
     alone = records(prompts=60, noise=0.01)
     assert change_between(one, read_matrix(alone[alone["seed"] == 0]), 0.3, 0.3).estimate == 0, "of the seeds of both"

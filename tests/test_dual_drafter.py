@@ -41,7 +41,7 @@ def flags(world, output, *more):
     models = [f"--{name}={world / name}" for name in ("expert", "amateur")]
     heads = ["--heads", str(world / "head"), str(world / "head_1")]
     heads += ["--amateur_heads", str(world / "amateur_head"), str(world / "other_amateur_head")]
-    fast = ["--max_new_tokens=12", "--batch=2", "--device=cpu", "--resamples=200", f"--gamma={GAMMA}"]
+    fast = ["--max_new_tokens=12", "--batch=2", "--device=cpu", f"--gamma={GAMMA}"]
     return [*models, *heads, f"--prompts={world / 'prompts.jsonl'}", f"--output={output}", *fast, *more]
 
 

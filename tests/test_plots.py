@@ -24,7 +24,7 @@ def rows():
 @pytest.fixture(scope="module")
 def entries():
     frame = pd.DataFrame(synthetic_records.rounds(prompts=6, repeats=1))
-    return [entry | {"predicted_speedup": 1.5} for entry in summarise_rounds(frame, resamples=100)]
+    return [entry | {"predicted_speedup": 1.5} for entry in summarise_rounds(frame)]
 
 
 def printed(figure):
@@ -33,7 +33,7 @@ def printed(figure):
 
 
 def test_the_heat_map_prints_every_count_and_marks_the_few(rows):
-    found = cells(rows, resamples=50)
+    found = cells(rows)
     figure = plots_signal.signal_error_map(found, *marginals(rows))
     shown = [int(text.split("n=")[1]) for text in printed(figure) if "n=" in text]
     assert sum(shown) == len(rows) and len(shown) == (found.counts > 0).sum()
@@ -45,7 +45,7 @@ def test_the_heat_map_prints_every_count_and_marks_the_few(rows):
 
 @pytest.mark.parametrize("kind", ["top1", "acceptance"])
 def test_gain_maps_leave_empty_cells_empty(rows, kind):
-    found = cells(rows[rows["signal"] < 1], resamples=50)
+    found = cells(rows[rows["signal"] < 1])
     figure = plots_signal.gain_map(found, kind)
     main = next(axes for axes in figure.axes if axes.images)
     values = [text.get_text() for text in main.texts]
@@ -71,7 +71,7 @@ def test_round_times_add_up(entries):
 
 def test_every_figure_is_saved_whole(rows, entries, tmp_path):
     figures = {
-        "headroom": plots_signal.headroom_bars(realised(rows, resamples=50)),
+        "headroom": plots_signal.headroom_bars(realised(rows)),
         "acceptance": plots.acceptance_lines(entries),
         "curve": plots.curves({"training": ([1, 2], [3.0, 2.0]), "held-out": ([2], [2.5])}, "step", "loss (nats)"),
     }
@@ -83,19 +83,19 @@ def test_every_figure_is_saved_whole(rows, entries, tmp_path):
 
 def test_one_prompt_is_drawn_without_intervals():
     frame = pd.DataFrame(synthetic_records.positions(prompts=1, length=40)).assign(amateur_error=np.nan)
-    one = cells(frame, resamples=10)
+    one = cells(frame)
     assert not [text for text in plots_signal.gain_map(one, "top1").axes[0].texts if text.get_weight() == "bold"]
     rounds = pd.DataFrame(synthetic_records.rounds(prompts=1, repeats=1))
     many = pd.DataFrame(synthetic_records.positions(prompts=6, length=40)).assign(amateur_error=np.nan)
     drawn = {
-        "headroom": plots_signal.headroom_bars(realised(frame, resamples=10)),
-        "speed": plots.speedup_bars(summarise_rounds(rounds, resamples=10)),
+        "headroom": plots_signal.headroom_bars(realised(frame)),
+        "speed": plots.speedup_bars(summarise_rounds(rounds)),
     }
     for name, figure in drawn.items():
         axes = figure.axes[0]
         assert len(axes.patches) > 1, f"{name}: the bars themselves are drawn"
         assert not interval_lines(axes), name
-    assert interval_lines(plots_signal.headroom_bars(realised(many, resamples=10)).axes[0]), "several prompts have them"
+    assert interval_lines(plots_signal.headroom_bars(realised(many)).axes[0]), "several prompts have them"
 
 
 def interval_lines(axes) -> list:

@@ -14,6 +14,7 @@ from diagnostics.position_summary import (
     cells,
     length_gain,
     marginals,
+    scale_of,
     summarise,
     summarise_by_alpha,
 )
@@ -57,25 +58,28 @@ def test_cells_count_and_average_by_hand(rows):
     few["prompt_id"] = ["a", "b", "a", "a"]
     few["target_tv"], few["oracle_tv"] = [0.5, 0.6, 0.5, 0.5], [0.4, 0.3, 0.7, 0.5]
     few["target_top1"], few["oracle_top1"] = [True, False, False, True], [True, True, False, False]
-    found = cells(few, resamples=200)
+    found = cells(few)
     assert found.counts.sum() == 4
     assert (found.counts[1, 0], found.counts[0, 4], found.counts[6, 6]) == (2, 1, 1)
     assert found.gain_acceptance[1, 0] == pytest.approx((0.1 + 0.3) / 2)
     assert found.gain_top1[1, 0] == pytest.approx(0.5)
-    assert (found.gain_acceptance_low[1, 0], found.gain_acceptance_high[1, 0]) == pytest.approx((0.1, 0.3))
+    ends = found.gain_acceptance_low[1, 0], found.gain_acceptance_high[1, 0]
+    assert ends == pytest.approx((0.2 - 12.706 * 0.1, 0.2 + 12.706 * 0.1), abs=1e-4), (
+        "two prompts, one degree of freedom"
+    )
     assert np.isnan(found.gain_top1_low[6, 6])  # one prompt: no interval
     assert np.isnan(found.gain_top1[3, 3]) and found.counts[3, 3] == 0
     assert found.few.sum() == 3
 
 
 def test_marginals_are_the_sums_of_the_cells(rows):
-    found, (signal, error) = cells(rows, resamples=50), marginals(rows)
+    found, (signal, error) = cells(rows), marginals(rows)
     assert found.counts.sum(0) / len(rows) == pytest.approx(signal)
     assert found.counts.sum(1) / len(rows) == pytest.approx(error)
 
 
 def test_the_summary_is_what_pandas_says(rows):
-    found = summarise_by_alpha(rows, resamples=500)
+    found = summarise_by_alpha(rows)
     assert list(found) == ["0.1", "0.5", "pooled"]
     assert found["pooled"]["positions"] == sum(found[alpha]["positions"] for alpha in ("0.1", "0.5"))
     part = rows[rows["alpha"] == 0.5]
@@ -91,7 +95,7 @@ def test_the_summary_is_what_pandas_says(rows):
 
 
 def test_the_same_prompt_at_two_alphas_is_one_unit(rows):
-    assert summarise(rows, resamples=50)["prompts"] == 20
+    assert summarise(rows)["prompts"] == 20
 
 
 def test_nothing_to_summarise_is_refused(rows):
@@ -105,3 +109,30 @@ def test_a_gain_per_token_as_accepted_length():
     assert length_gain(0.6, 0.01, 5) / length == pytest.approx(0.035, abs=0.001)
     assert length_gain(0.6, 0.0, 5) == 0
     assert length_gain(0.9, 0.5, 2) == pytest.approx(2 - 0.9 - 0.81)
+
+
+@pytest.mark.parametrize(
+    "name, scale",
+    [
+        ("mean_signal", "log"),
+        ("mean_target_kl", "log"),
+        ("mean_headroom_tv", "logit"),
+        ("mean_target_top1", "logit"),
+        ("share_gap_positive", "logit"),
+        ("acceptance_oracle", "logit"),
+        ("gain_top1_dual", "plain"),
+        ("mean_alignment_gap", "plain"),
+        ("mean_tail_mass", "plain"),
+        ("mean_cov_errors", "plain"),
+    ],
+)
+def test_what_may_be_negative_has_an_interval_that_may_be(name, scale):
+    """On a scale that stops at 0 every gain would look sure."""
+    assert scale_of(name) == scale
+
+
+def test_one_lucky_position_is_no_sure_gain(rows):
+    few = rows.iloc[:40].assign(signal=0.1, error_reverse=0.1, prompt_id=[f"p{i % 8}" for i in range(40)])
+    few = few.assign(target_top1=False, oracle_top1=[i == 0 for i in range(40)])
+    found = cells(few)
+    assert found.gain_top1[0, 0] == pytest.approx(1 / 40) and found.gain_top1_low[0, 0] < 0

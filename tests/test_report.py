@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,9 +25,7 @@ from diagnostics.wording import listed, percent, plain, points
 
 
 def make(tmp_path, *more):
-    assert (
-        entry.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=200", *more]) == 0
-    )
+    assert entry.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", *more]) == 0
     return (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
 
 
@@ -160,27 +157,10 @@ def test_metrics_of_other_records_are_refused(tmp_path):
         make(tmp_path)
 
 
-def test_intervals_are_those_of_the_run_unless_others_are_asked_for(tmp_path):
-    """A page that resamples otherwise than the run did could give another verdict."""
-    signal_run(tmp_path / "runs" / "s")
-    (tmp_path / "runs" / "s" / "config.yaml").write_text("resamples: 37\nseed: 5\n")
-    config = entry.Config(records=["x"], output="y")
-    (run,), _ = entry.find_runs([str(tmp_path / "runs")])
-    assert config.bootstrap(run) == (37, 5)
-    assert entry.Config(records=["x"], output="y", resamples=50, seed=0).bootstrap(run) == (50, 0)
-    assert entry.Config(records=["x"], output="y", seed=2).bootstrap(run) == (37, 2)
-    assert config.bootstrap(replace(run, kind="training")) == (10_000, 0), "nothing of it is resampled"
-    (tmp_path / "runs" / "s" / "config.yaml").write_text("a: [")
-    (run,), _ = entry.find_runs([str(tmp_path / "runs")])
-    with pytest.raises(UserError, match="config.yaml holds no settings"):
-        config.bootstrap(run)
-    assert entry.Config(records=["x"], output="y", resamples=50, seed=0).bootstrap(run) == (50, 0), "not needed"
-
-
 def test_refusals(tmp_path):
     def refused(message, *folders):
         with pytest.raises(UserError, match=message):
-            entry.main(["--records", *map(str, folders), f"--output={tmp_path / 'page'}", "--resamples=50"])
+            entry.main(["--records", *map(str, folders), f"--output={tmp_path / 'page'}"])
         assert not (tmp_path / "page" / "index.html").exists()
 
     refused("nowhere is not a folder", tmp_path / "nowhere")
@@ -224,7 +204,6 @@ def test_a_bad_record_leaves_no_folder_of_pictures(everything):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--seed=-1"], "--seed must be at least 0"),
         (["--records"], "--records needs a folder"),
         (["--output="], "output folder is empty"),
     ],

@@ -25,7 +25,7 @@ def section_of(tmp_path, decoded=None, **options):
     matrix_run(folder, decoded, **options)
     run = Run(folder, "cross_alpha", json.loads((folder / "metrics.json").read_text()), {})
     (tmp_path / "page").mkdir(exist_ok=True)
-    return cross_alpha_section(run, tmp_path / "page", 400, 0)
+    return cross_alpha_section(run, tmp_path / "page")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def section_of(tmp_path, decoded=None, **options):
 )
 def test_the_page_opens_with_the_verdict(options, words):
     rows = pd.DataFrame(synthetic_records.replays(**({"prompts": 60} | options)))
-    told = headlines(summarise_replays(rows, 5, resamples=400))
+    told = headlines(summarise_replays(rows, 5))
     assert [headline.topic[-3:] for headline in told] == ["0.1", "0.3", "0.5"]
     assert words in told[1].sentence
     assert "at equal approximation error, aiming at the contrast could add at most" in told[1].sentence
@@ -85,7 +85,7 @@ def printed(figure):
 def found_of(tmp_path, **options):
     columns = synthetic_records.replays(**({"prompts": 40} | options))
     write_records(tmp_path / "replays.parquet", "replays", columns, {})
-    return summarise_replays(read_records(tmp_path / "replays.parquet", "replays").rows, 5, resamples=200)
+    return summarise_replays(read_records(tmp_path / "replays.parquet", "replays").rows, 5)
 
 
 def test_the_heat_map_prints_every_length_and_frames_what_is_judged(tmp_path):
@@ -108,7 +108,7 @@ def test_every_control_has_one_row_that_says_what_it_is():
     rows = pd.DataFrame(synthetic_records.replays(prompts=9))
     first = rows[(rows["group"] == "family") & (rows["train_alpha"] == 0) & (rows["seed"] == 0)]
     rows = pd.concat([rows, first.assign(group="plain", input="expert_only")]).sort_values("infer_alpha", kind="stable")
-    table = matrix_table(summarise_replays(rows, 5, resamples=50))
+    table = matrix_table(summarise_replays(rows, 5))
     assert [row[0] for row in table.rows[4:]] == [
         "official, train-alpha 0 (reads the expert only), not matched: other training",
         "plain, train-alpha 0 (reads the expert only), seed 0",
@@ -138,7 +138,7 @@ def test_one_prompt_and_a_control_never_accepted_are_drawn_too(tmp_path):
     columns = synthetic_records.replays(prompts=3)
     columns["accepted"] = [0] * len(columns["accepted"])
     write_records(tmp_path / "replays.parquet", "replays", columns, {})
-    found = summarise_replays(read_records(tmp_path / "replays.parquet", "replays").rows, 5, resamples=50)
+    found = summarise_replays(read_records(tmp_path / "replays.parquet", "replays").rows, 5)
     for draw in (plots_matrix.matrix_map, plots_matrix.change_intervals):
         assert draw(found).axes
     assert plots_matrix.ceiling_bars(found["verdicts"]).axes
@@ -149,7 +149,7 @@ def test_several_matrices_stand_side_by_side(tmp_path):
     page opens with the first one's verdict at length, and the other's in a line."""
     for name, effect in (("small", 0.06), ("large", -0.06)):
         matrix_run(tmp_path / "runs" / name, effect=effect, prompts=30, seeds=(0,), infer_alphas=(0.0, 0.3))
-    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
+    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}"]) == 0
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     titles = re.findall("<h2>(.*?)</h2>", page)
     assert titles[1] == "Contrast-aware training in 2 runs, side by side" and len(titles) == 3
@@ -174,14 +174,14 @@ def test_every_pair_has_a_verdict_at_length(tmp_path):
         matrix_run(folder, prompts=30, seeds=(0,), infer_alphas=(0.0, 0.3))
         rows = read_records(folder / "replays.parquet", "replays").rows.assign(pair=name)
         write_records(folder / "replays.parquet", "replays", rows.to_dict("list"), {})
-    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
+    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}"]) == 0
     topics = re.findall("<dt>(.*?)</dt>", (tmp_path / "page" / "index.html").read_text(encoding="utf-8"))
     assert topics == [f"Contrast-aware training, alpha 0.3, {name}" for name in ("one", "two")]
     # a further run of the second pair: after both, and with its pair
     matrix_run(tmp_path / "runs" / "zwei", prompts=25, seeds=(0,), infer_alphas=(0.0, 0.3), effect=-0.06)
     rows = read_records(tmp_path / "runs" / "zwei" / "replays.parquet", "replays").rows.assign(pair="two")
     write_records(tmp_path / "runs" / "zwei" / "replays.parquet", "replays", rows.to_dict("list"), {})
-    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
+    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}"]) == 0
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert re.findall("<dt>(.*?)</dt>", page)[-1].startswith("Contrast-aware training, other runs")
     assert re.search(r"<dd>zwei: hurts at alpha 0.3 .*, of two, on held-out", page)
@@ -210,6 +210,6 @@ def test_what_runs_differ_in_has_a_table_of_its_own(tmp_path, other, told):
         heads = trained(**more)
         matrix_run(tmp_path / str(index), heads=heads, prompts=20 + index, seeds=(0,), infer_alphas=(0.0, 0.3))
     runs, _ = find_runs([str(tmp_path)])
-    tables = across_section(runs, tmp_path / "page", [(50, 0)] * 2).tables
+    tables = across_section(runs, tmp_path / "page").tables
     assert len(tables) == (2 if told else 1)
     assert not told or [row[0] for row in tables[1].rows] == ["0", "1"] and told in tables[1].rows[1][1]

@@ -24,15 +24,15 @@ def run_of(folder, dual: float, **more) -> Run:
 )
 def test_a_clear_difference_is_said_either_way(tmp_path, dual, verdict, words):
     run = run_of(tmp_path / "run", dual)
-    section = dual_section(run, tmp_path / "page", 300, 0)
+    section = dual_section(run, tmp_path / "page")
     assert words in section.headlines[0].sentence
     positions, replays = (pd.DataFrame(table) for table in dual_tables(dual))
-    assert {entry["verdict"] for entry in summarise_dual(positions, replays, 5, 300)} == {verdict}
+    assert {entry["verdict"] for entry in summarise_dual(positions, replays, 5)} == {verdict}
 
 
 def test_too_little_data_is_undecided():
     positions, replays = (pd.DataFrame(table) for table in dual_tables(0.005, prompts=12))
-    assert {entry["verdict"] for entry in summarise_dual(positions, replays, 5, 300)} == {"undecided"}
+    assert {entry["verdict"] for entry in summarise_dual(positions, replays, 5)} == {"undecided"}
 
 
 def test_a_difference_within_the_margin_is_no_gain():
@@ -40,7 +40,7 @@ def test_a_difference_within_the_margin_is_no_gain():
     positions, replays = (pd.DataFrame(table) for table in dual_tables(0.0))
     base = replays[(replays["draft"] == "target") & (replays["gamma"] == 5)]
     replays.loc[replays["draft"] == "dual", "accepted"] = base["accepted"].to_numpy()
-    assert {entry["verdict"] for entry in summarise_dual(positions, replays, 5, 300)} == {"no gain"}
+    assert {entry["verdict"] for entry in summarise_dual(positions, replays, 5)} == {"no gain"}
 
 
 def test_a_drafter_that_never_hits_has_no_share(tmp_path):
@@ -48,20 +48,20 @@ def test_a_drafter_that_never_hits_has_no_share(tmp_path):
     positions, replays = dual_tables(0.0, prompts=6)
     replays["accepted"] = [0] * len(replays["accepted"])
     write_records(run.folder / "dual_replays.parquet", "dual_replays", replays, {"settings": {"gamma": 5}})
-    sentence = dual_section(run, tmp_path / "page", 50, 0).headlines[0].sentence
+    sentence = dual_section(run, tmp_path / "page").headlines[0].sentence
     assert "is undecided: none of e's drafts is accepted at alpha 0.1" in sentence
 
 
 def test_seeds_are_pooled_and_named(tmp_path):
-    section = dual_section(run_of(tmp_path / "run", 0.02, prompts=20, seeds=3), tmp_path / "page", 200, 0)
+    section = dual_section(run_of(tmp_path / "run", 0.02, prompts=20, seeds=3), tmp_path / "page")
     assert "3 training seeds, pooled" in section.text[0]
-    assert section.tables[2].rows[0][2] == "120", "20 prompts, 6 positions, whatever the seeds"
+    assert section.tables[2].rows[0][2:4] == ["20", "120"], "20 prompts, 6 positions, whatever the seeds"
 
 
 def test_tables_and_figures_name_the_papers_numbers(tmp_path):
-    section = dual_section(run_of(tmp_path / "run", 0.0, prompts=20), tmp_path / "page", 50, 0)
+    section = dual_section(run_of(tmp_path / "run", 0.0, prompts=20), tmp_path / "page")
     lengths, rule, variances = section.tables
-    assert [row[2] for row in lengths.rows[:5]] == [
+    assert [row[3] for row in lengths.rows[:5]] == [
         "expert-aligned: e",
         "dual: [e, f]",
         "oracle: e, true amateur",
@@ -70,8 +70,8 @@ def test_tables_and_figures_name_the_papers_numbers(tmp_path):
     ]
     assert lengths.paper == ("paper: L; KL; top-1",) and lengths.rows[0][-1] == paper_cell("target", 0.1)
     assert paper_cell("dual", 0.5) == "0.82 to 1.71; 4.74 to 8.31; 49 to 59%" and paper_cell("oracle", 0.5) == ""
-    assert rule.rows[0][-1] == "31.9 to 39.7%" and rule.rows[0][2] == "21" and rule.paper == ("paper: closer",)
-    assert len(variances.rows) == len(rule.rows) == 2 and variances.headers[3] == "Var(s)"
+    assert rule.rows[0][-1] == "31.9 to 39.7%" and rule.rows[0][3] == "21" and rule.paper == ("paper: closer",)
+    assert len(variances.rows) == len(rule.rows) == 2 and variances.headers[4] == "Var(s)"
     assert [picture.path.name for picture in section.pictures] == ["run-lengths.png", "run-variances.png"]
     assert "21 and 5 times" in section.pictures[1].caption
     assert "(paper: 31.9 to 39.7%)" in section.headlines[0].small
@@ -96,6 +96,6 @@ def test_the_report_knows_a_dual_run(tmp_path):
     run_of(tmp_path / "runs" / "dual", -0.08, prompts=40)
     runs, _ = find_runs([str(tmp_path / "runs")])
     assert [run.kind for run in runs] == ["dual drafter"]
-    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}", "--resamples=100"]) == 0
+    assert report.main([f"--records={tmp_path / 'runs'}", f"--output={tmp_path / 'page'}"]) == 0
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "the dual drafter loses" in page and page.count("data:image/png") == 2

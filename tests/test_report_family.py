@@ -10,7 +10,7 @@ def section(folder, **options):
     synthetic_runs.family_run(folder / "family", **options)
     ((run,), _) = find_runs([str(folder / "family")])
     assert run.kind == "family"
-    return run, family_section(run, folder, 10, 0)
+    return run, family_section(run, folder)
 
 
 def test_every_head_has_its_last_figures(tmp_path):

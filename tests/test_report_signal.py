@@ -35,7 +35,7 @@ def tables_of(section) -> dict:
 
 
 def test_every_view_of_every_draft_is_there(tmp_path):
-    section = signal_section(run_of(tmp_path / "one"), tmp_path / "page", 50, 0)
+    section = signal_section(run_of(tmp_path / "one"), tmp_path / "page")
     names = [picture.path.stem.removeprefix("one-") for picture in section.pictures]
     kinds = ("direct", "dual", "oracle", "stronger")
     for kind in kinds:
@@ -52,30 +52,30 @@ def test_every_view_of_every_draft_is_there(tmp_path):
 
 
 def test_the_papers_figures_are_labelled(tmp_path):
-    section = signal_section(run_of(tmp_path / "one"), tmp_path / "page", 20, 0)
+    section = signal_section(run_of(tmp_path / "one"), tmp_path / "page")
     captions = " ".join(picture.caption for picture in section.pictures)
     assert "Paper: Qwen3, GSM8K 0.740" in captions and "Paper, a 3B model: -0.28, -1.23" in captions
     tables = tables_of(section)
     rows = tables["Alignment gap E_e[log p/q] - E_q[log p/q]"].rows
-    assert ["paper: Llama-3, MMLU", "0.211", ""] in rows
+    assert ["paper: Llama-3, MMLU", "", "0.211", ""] in rows
     headline = tables["Headline figures"]
-    assert headline.paper == ("paper, pooled",) and [row[-1] for row in headline.rows[:3]] == ["", "81.1%", "48.7%"]
+    assert headline.paper == ("paper, pooled",) and [row[-1] for row in headline.rows[1:4]] == ["", "81.1%", "48.7%"]
     assert tables["Gains in points by pair"].rows[-1][0].startswith("paper, 3B proposer")
     assert len(paper.STRONGER_TOP1) == len(paper.ALIGNMENT_GAP) == 4
 
 
 def test_old_records_without_drafts_still_make_a_section(tmp_path):
-    section = signal_section(run_of(tmp_path / "old", drafts=False), tmp_path / "page", 20, 0)
+    section = signal_section(run_of(tmp_path / "old", drafts=False), tmp_path / "page")
     assert not [picture for picture in section.pictures if "dual" in picture.path.stem]
     assert section.headlines[1].small.count("Really gained by") == 1
 
 
 def test_several_runs_are_pooled_by_count(tmp_path):
     runs = [run_of(tmp_path / "a", "A", dual=0.1), run_of(tmp_path / "b", "B", drafts=False, dataset="facts")]
-    section = pooled_section(runs, tmp_path / "page", [(50, 0)] * 2)
+    section = pooled_section(runs, tmp_path / "page")
     assert "2 runs pooled" in section.title and "Pooled by count from a and b" in section.text[-1]
     tables = tables_of(section)
-    assert tables["Headline figures"].rows[0][3] == "800"
+    assert [row[3] for row in tables["Headline figures"].rows[:2]] == ["20", "800"]
     each = tables["Each pair and data set alone"]
     assert [row[0] for row in each.rows] == ["A, held-out"] * 3 + ["B, facts"] * 3 + ["pooled"] * 3
     column = each.headers.index("dTop1, dual draft, points")
@@ -85,24 +85,24 @@ def test_several_runs_are_pooled_by_count(tmp_path):
 def test_drafters_on_the_same_texts_are_not_pooled(tmp_path):
     """Signal and headroom would be those of the same positions, counted again for every drafter."""
     runs = [run_of(tmp_path / "a", "big / small / one"), run_of(tmp_path / "b", "big / small / other")]
-    assert pooled_section(runs, tmp_path / "page", [(50, 0)] * 2) is None
+    assert pooled_section(runs, tmp_path / "page") is None
     runs[1] = run_of(tmp_path / "c", "big / tiny / one")
-    assert pooled_section(runs, tmp_path / "page", [(50, 0)] * 2) is not None
+    assert pooled_section(runs, tmp_path / "page") is not None
 
 
 def test_a_draft_that_gains_is_said_to_gain(tmp_path):
-    section = signal_section(run_of(tmp_path / "one", direct=0.05), tmp_path / "page", 50, 0)
+    section = signal_section(run_of(tmp_path / "one", direct=0.05), tmp_path / "page")
     assert "whose head was trained on the contrast: +" in section.headlines[1].small
 
 
 def test_maps_print_what_was_counted_and_mark_the_few():
     rows = pd.DataFrame(synthetic_records.with_drafts(synthetic_records.positions(prompts=12, length=30)))
-    found = by_configuration(rows, "signal", "dual", resamples=50)
+    found = by_configuration(rows, "signal", "dual")
     axes = plots_signal.configuration_map(found, "signal", "dual").axes[0]
     assert sum(bool(text.get_text()) for text in axes.texts) == (found.grid.counts > 0).sum()
     assert len(axes.lines) == found.grid.few.sum() > 0
     assert axes.images[0].get_clim() == (-30, 30), "the paper's cut"
-    shown = plots_signal.gain_map(cells(rows, 50, 0, "direct"), "top1", "direct")
+    shown = plots_signal.gain_map(cells(rows, "direct"), "top1", "direct")
     assert "direct draft (points" in " ".join(
         text.get_text() for text in shown.findobj(lambda a: hasattr(a, "get_text"))
     )

@@ -36,7 +36,7 @@ def without_torch(code: str, *arguments: str) -> subprocess.CompletedProcess:
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     synthetic_runs.runs_of_every_kind(folder / "runs")
-    done = without_torch(RUN, f"--records={folder / 'runs'}", f"--output={folder / 'page'}", "--resamples=40")
+    done = without_torch(RUN, f"--records={folder / 'runs'}", f"--output={folder / 'page'}")
     assert done.returncode == 0, done.stderr
     assert f"tensorboard --logdir {folder / 'page' / 'tensorboard'}" in done.stdout
     return folder
@@ -52,6 +52,18 @@ def board(folder):
 def test_an_import_of_torch_would_have_been_seen():
     done = without_torch("import torch.nn")
     assert done.returncode == 1 and "torch" in done.stderr
+
+
+def test_every_table_with_an_interval_says_how_many_prompts_there_were(folder):
+    runs, _ = entry.find_runs([str(folder / "runs")])
+    sections = entry.build_sections(runs, entry.Config(records=["runs"], output=str(folder / "page")))
+    interval = re.compile(r"\d \[|% \[")
+    tables = [table for section in sections for table in section.tables]
+    with_intervals = [table for table in tables if interval.search(str(table.rows))]
+    assert len(with_intervals) > 10
+    for table in with_intervals:
+        said = [table.caption, *table.headers, *(row[0] for row in table.rows)]
+        assert any("prompt" in words.replace("over prompts", "") for words in said), table.caption
 
 
 def test_the_page_holds_every_section(folder):
@@ -84,7 +96,7 @@ def test_tensorboard_knows_the_headline_numbers(folder, board):
 
 
 def report(folder, *more):
-    return entry.main([f"--records={folder / 'runs'}", f"--output={folder / 'page'}", "--resamples=20", *more])
+    return entry.main([f"--records={folder / 'runs'}", f"--output={folder / 'page'}", *more])
 
 
 def test_a_redrawn_report_replaces_its_own_board_alone(tmp_path):

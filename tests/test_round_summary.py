@@ -28,7 +28,7 @@ ROWS = (
 
 
 def by_method(*rows):
-    return {entry["method"]: entry for entry in summarise_rounds(table(*rows), resamples=200)}
+    return {entry["method"]: entry for entry in summarise_rounds(table(*rows))}
 
 
 def test_speeds_are_ratios_of_sums():
@@ -83,25 +83,25 @@ def test_an_answer_that_ended_with_the_prefill_counts_nothing():
 def test_acceptance_by_position_is_conditional_on_the_earlier_drafts():
     rows = [(0.5, "x", prompt, 3, accepted, accepted + 1, 0.1) for prompt, accepted in enumerate([0, 1, 1, 3])]
     rows.append((0.5, "x", 9, 1, 1, 2, 0.1))  # drafted one only: says nothing about position 2
-    found = [interval.estimate for interval in acceptance_by_position(table(*rows), resamples=100)]
+    found = [interval.estimate for interval in acceptance_by_position(table(*rows))]
     assert found == pytest.approx([4 / 5, 1 / 3, 1.0])
 
 
 def test_positions_never_reached_are_left_out():
     rows = [(0.5, "x", prompt, 4, 0, 1, 0.1) for prompt in range(3)]
-    assert [interval.estimate for interval in acceptance_by_position(table(*rows), resamples=50)] == [0.0]
+    assert [interval.estimate for interval in acceptance_by_position(table(*rows))] == [0.0]
 
 
 def test_a_foreign_run_name_is_refused():
     with pytest.raises(UserError, match="run 'first try' is not named"):
-        summarise_rounds(table(*ROWS).assign(run="first try"), resamples=10)
+        summarise_rounds(table(*ROWS).assign(run="first try"))
 
 
 def test_blocks_count_expert_passes_and_what_the_amateur_took_back():
     """Two blocks: 5 tokens of 2 expert passes that all stood, and 3 of 7 tokens (3 passes) and the amateur's own."""
     blocks = table((0.5, "dcd_deferred", "p", 5, 5, 5, 0.5), (0.5, "dcd_deferred", "p", 7, 3, 4, 0.7))
     blocks["expert_passes"] = [2, 3]
-    (found,) = summarise_rounds(blocks, resamples=10)
+    (found,) = summarise_rounds(blocks)
     assert found["blocks"] and found["flips"] == 1
     assert found["expert_passes"] == 5 and found["amateur_passes"] == 2
     assert found["tokens_per_round"]["estimate"] == pytest.approx(9 / 5)
@@ -112,13 +112,13 @@ def test_blocks_count_expert_passes_and_what_the_amateur_took_back():
 def test_a_tree_has_no_more_draft_positions_than_it_is_deep():
     """Ten tokens are drafted on paths of at most two: a third position does not exist, and is no position refused."""
     rows = ((0.5, "dcd_eagle3@2x4:10", "a", 10, 2, 3, 0.1), (0.5, "dcd_eagle3@2x4:10", "b", 10, 0, 1, 0.1))
-    (found,) = summarise_rounds(table(*rows), resamples=10, gamma=5)
+    (found,) = summarise_rounds(table(*rows), gamma=5)
     assert [point["estimate"] for point in found["acceptance_by_position"]] == [0.5, 1.0]
-    (plain,) = summarise_rounds(table((0.5, "dcd_eagle3", "a", 10, 1, 2, 0.1)), resamples=10, gamma=1)
+    (plain,) = summarise_rounds(table((0.5, "dcd_eagle3", "a", 10, 1, 2, 0.1)), gamma=1)
     assert [point["estimate"] for point in plain["acceptance_by_position"]] == [1.0]
 
 
 def test_a_method_s_forms_stand_after_it_small_drafts_first():
     labels = ["dcd_hybrid", "dcd_eagle3@5x4:20", "dcd_eagle3@5x4:6", "dcd_eagle3", "cd", "dcd_eagle3@5x4:10"]
-    found = [one["method"] for one in summarise_rounds(table(*((0.5, x, "a", 1, 1, 2, 0.1) for x in labels)), 10)]
+    found = [one["method"] for one in summarise_rounds(table(*((0.5, x, "a", 1, 1, 2, 0.1) for x in labels)))]
     assert found == ["cd", *(f"dcd_eagle3{form}" for form in ("", "@5x4:6", "@5x4:10", "@5x4:20")), "dcd_hybrid"]

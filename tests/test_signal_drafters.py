@@ -32,7 +32,7 @@ def flags(world, output, *more):
     files = {"amateur_head": "other_amateur_head", "direct_head": "direct", "stronger": "stronger"}
     given = [f"--{name}={world / files[name]}" for name in DRAFTERS]
     sets = ["--prompts", str(world / "prompts.jsonl"), str(world / "other.jsonl")]
-    fast = ["--alphas", "0.1", "0.5", "--max_new_tokens=6", "--batch=2", "--device=cpu", "--resamples=100"]
+    fast = ["--alphas", "0.1", "0.5", "--max_new_tokens=6", "--batch=2", "--device=cpu"]
     return [*model_flags(world)[:3], *sets, *given, f"--output={output}", *fast, *more]
 
 

@@ -271,7 +271,7 @@ def test_what_is_left_out_is_not_measured(world, tmp_path):
     lines = (world / "prompts.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "rest.jsonl").write_text("".join(line for place, line in enumerate(lines) if place not in (1, 3)))
     flags = [f"--{name}={world / name}" for name in ("expert", "amateur")] + ["--heads", str(world / "control")]
-    flags += ["--max_new_tokens=12", "--dtype=float32", "--resamples=50"]
+    flags += ["--max_new_tokens=12", "--dtype=float32"]
     listed = world / "control" / PROMPTS
     try:
         np.save(listed, hash_prompts([prompts[3].ids, prompts[1].ids]))

@@ -38,9 +38,9 @@ CEILING_CAPTION = (
 OTHERS = "Of a pair and prompts that are above, with other heads, precision or fewer prompts: side by side below."
 
 
-def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
+def cross_alpha_section(run: Run, page: Path) -> Section:
     """Summarise and draw one cross-alpha matrix."""
-    records, found = _summarise(run, resamples, seed)
+    records, found = _summarise(run)
     section = Section(f"Should the drafter know about the contrast? {_where(records)}")
     section.headlines = headlines(found)
     section.text = [how(records, found, run.metrics.get("decoded", {}))]
@@ -51,12 +51,8 @@ def cross_alpha_section(run: Run, page: Path, resamples: int, seed: int) -> Sect
     return section
 
 
-def across_section(runs: list[Run], page: Path, bootstraps: list[tuple[int, int]]) -> Section:
-    """Several matrices beside each other, of heads of several sizes say: does the verdict change?
-
-    Args:
-        bootstraps: resamples and seed of each run.
-    """
+def across_section(runs: list[Run], page: Path) -> Section:
+    """Several matrices beside each other, of heads of several sizes say: does the verdict change?"""
     section = Section(f"Contrast-aware training in {len(runs)} runs, side by side")
     section.text = [
         "Each row is one run's verdict on training a drafter on the contrast strength that is decoded with, against "
@@ -66,7 +62,7 @@ def across_section(runs: list[Run], page: Path, bootstraps: list[tuple[int, int]
         "its 95% interval over the prompts of both, for just these drafters."
     ]
     section.text += [decoded_sentence(run) for run in runs if run.metrics.get("decoded", {}).get("checked")]
-    read = [_summarise(run, *bootstrap) for run, bootstrap in zip(runs, bootstraps, strict=True)]
+    read = [_summarise(run) for run in runs]
     rows = []
     for run, (records, found) in zip(runs, read, strict=True):
         for entry in found["verdicts"]:
@@ -76,7 +72,7 @@ def across_section(runs: list[Run], page: Path, bootstraps: list[tuple[int, int]
             ceiling = points(entry["headroom_tv"], 2)
             name = [run.name, f"{entry['infer_alpha']:g}", f"{entry['train_alpha']:g}"]
             name += [str(len(found["seeds"])), count(found["prompts"])]
-            against = "" if run is runs[0] else _against(read[0], records, found, entry, *bootstraps[0])
+            against = "" if run is runs[0] else _against(read[0], records, found, entry)
             rows.append([*name, f"{length:.3f}", change, ceiling, realised, entry["verdict"], against])
     headers = ["run", "alpha", "trained on", "training runs", "prompts"]
     headers += ["L of train-alpha 0", "change of L", "ceiling, points", "realised, points", "verdict"]
@@ -151,29 +147,28 @@ def decoded_sentence(run: Run) -> str:
     return words + (f" round, {decoded['near-tie']} of them up to a near-tie." if decoded["near-tie"] else " round.")
 
 
-def _against(first: tuple[Records, dict], records: Records, found: dict, entry: dict, resamples: int, seed: int) -> str:
+def _against(first: tuple[Records, dict], records: Records, found: dict, entry: dict) -> str:
     """The change of L in a run minus that in the first; a dash where the first has no such comparison."""
     base, its = first
     if found["gamma"] != its["gamma"] or _where(records) != _where(base):
         return "–"
-    options = {"resamples": resamples, "seed": seed}
     tables = read_matrix(base.rows), read_matrix(records.rows)
-    difference = change_between(*tables, entry["train_alpha"], entry["infer_alpha"], **options)
+    difference = change_between(*tables, entry["train_alpha"], entry["infer_alpha"])
     return percent(difference.as_dict(), 2, sign=True) if difference else "–"
 
 
-def _summarise(run: Run, resamples: int, seed: int) -> tuple[Records, dict]:
+def _summarise(run: Run) -> tuple[Records, dict]:
     path = run.folder / "replays.parquet"
-    return _summed(path, file_hash(path), resamples, seed)
+    return _summed(path, file_hash(path))
 
 
 @lru_cache(maxsize=64)
-def _summed(path: Path, _digest: str, resamples: int, seed: int) -> tuple[Records, dict]:
+def _summed(path: Path, _digest: str) -> tuple[Records, dict]:
     """Kept, by what the file holds: a matrix stands alone and beside the others, and its intervals take seconds."""
     records = read_records(path, "replays")
     settings = records.provenance.get("settings", {})
     gamma, margin = settings.get("gamma", GAMMA), settings.get("margin", MARGIN)
-    return records, summarise_replays(records.rows, gamma, margin, resamples, seed)
+    return records, summarise_replays(records.rows, gamma, margin)
 
 
 def scalars(found: dict) -> dict[str, float]:
@@ -302,8 +297,9 @@ def summary_table(found: dict) -> Table:
         rows.append([f"paper, {name}", f"{alpha:g}", f"{change:.3f}", f"{share:.2f}%", wins])
     headers = ["", "best train-alpha", "mean change of L", "gain", "infer-alphas at which train-alpha 0 is best"]
     caption = (
-        "Best training target by the mean over infer-alpha, against train-alpha 0. The best of several is flattered by "
-        "chance: its interval does not allow for the choice"
+        "Best training target by the mean over infer-alpha, against train-alpha 0; "
+        f"{counted(found['prompts'], 'prompt')}. The best of several is flattered by chance: its interval does not "
+        "allow for the choice"
     )
     return Table(caption, headers, rows)
 
@@ -325,7 +321,8 @@ def matrix_table(found: dict) -> Table:
     rows += [[name, *cells, ""] for name, cells in controls.items()]
     headers = ["drafter", *(f"infer-alpha {infer:g}" for infer in infers), "mean change from train-alpha 0"]
     caption = (
-        "Accepted drafts a round (L); controls with their change from train-alpha 0 of the same seeds, if it has them"
+        f"Accepted drafts a round (L), {counted(found['prompts'], 'prompt')}; controls with their change from "
+        "train-alpha 0 of the same seeds, if it has them"
     )
     return Table(caption, headers, rows)
 
@@ -369,7 +366,8 @@ def cells_table(found: dict) -> Table:
         "verdict",
         "the same over prompts alone",
     ]
-    return Table("Every comparison with train-alpha 0", headers, rows, folded=True)
+    caption = f"Every comparison with train-alpha 0, {counted(found['prompts'], 'prompt')}"
+    return Table(caption, headers, rows, folded=True)
 
 
 def _reads(kind: str) -> str:

@@ -32,12 +32,12 @@ RULE_CAPTION = (
 )
 
 
-def dual_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
+def dual_section(run: Run, page: Path) -> Section:
     """Summarise and draw one dual-drafter study."""
     positions = read_records(run.folder / "positions.parquet", "positions").rows
     replays = read_records(run.folder / "dual_replays.parquet", "dual_replays")
     gamma = int(replays.provenance.get("settings", {}).get("gamma", replays.rows["gamma"].min()))
-    found = summarise_dual(positions, replays.rows, gamma, resamples, seed)
+    found = summarise_dual(positions, replays.rows, gamma)
     seeds = found[0]["seeds"]
     section = Section(f"Dual drafter: {run.metrics.get('pair', run.name)}")
     section.headlines = [Headline("Dual drafter", verdict_sentence(found), closer_sentence(found))]
@@ -157,7 +157,17 @@ def length_table(found: list[dict]) -> Table:
         time = entry["equal_time"]
         name = f"{DRAFTS['target']}, {2 * entry['gamma']} drafts (equal time)"
         against = f"dual: {plain(time['change'], 3, sign=True)}"
-        rows.append([entry["dataset"], f"{entry['alpha']:g}", name, plain(time["length"], 3), against, *[""] * 4])
+        rows.append(
+            [
+                entry["dataset"],
+                f"{entry['alpha']:g}",
+                count(entry["prompts"]),
+                name,
+                plain(time["length"], 3),
+                against,
+                *[""] * 4,
+            ]
+        )
     headers = [*COLUMNS, "acceptance, sampled", PAPER_COLUMN]
     return Table("Two drafters against one", headers, rows, paper=(PAPER_COLUMN,))
 
@@ -189,12 +199,13 @@ def variance_table(found: list[dict]) -> Table:
         [
             entry["dataset"],
             f"{entry['alpha']:g}",
+            count(entry["prompts"]),
             count(entry["positions"]),
             *(plain(entry["variances"][name], 2) for name in names),
         ]
         for entry in found
     ]
-    headers = ["data set", "alpha", "positions", "Var(s)", "Var(u)", "Var(v)", "Cov(s,u)", "Cov(u,v)"]
+    headers = ["data set", "alpha", "prompts", "positions", "Var(s)", "Var(u)", "Var(v)", "Cov(s,u)", "Cov(u,v)"]
     caption = "Mean variances under π, in nats² (s = log p/q, u = log e/p, v = log f/q)"
     return Table(caption, headers, rows)
 
@@ -209,6 +220,7 @@ def rule_table(found: list[dict]) -> Table:
             [
                 entry["dataset"],
                 f"{entry['alpha']:g}",
+                count(entry["prompts"]),
                 f"{rule['factor']:.3g}" if rule else "",
                 percent(rule["uncorrelated"]) if rule else "",
                 percent(rule["share"]) if rule else "",
@@ -217,7 +229,7 @@ def rule_table(found: list[dict]) -> Table:
                 f"{low:.1f} to {high:.1f}%",
             ]
         )
-    headers = ["data set", "alpha", "1 + 2/α", "above the line", "rule with covariances", "truly closer"]
+    headers = ["data set", "alpha", "prompts", "1 + 2/α", "above the line", "rule with covariances", "truly closer"]
     headers += ["rule is right", "paper: closer"]
     caption = (
         "The variance rule: share of positions where Var(s) exceeds (1 + 2/α) Var(u) + Var(v), where the rule with its "

@@ -18,7 +18,7 @@ SHOWN = {
 _MEMBER = re.compile(r"^(.+)_seed_(\d+)$")
 
 
-def family_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
+def family_section(run: Run, page: Path) -> Section:
     """Training curves of every kind of member, its seeds averaged, and the last figures of each."""
     metrics, members = run.metrics, run.metrics["members"]
     section = Section(f"Training: {run.name}")

@@ -10,10 +10,10 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from diagnostics.intervals import Interval
 from diagnostics.paper import ERROR_ABOVE_2, SIGNAL_SHARES
 from diagnostics.position_summary import BUCKETS, FEW, KINDS, Cells, Grid, bucket_labels
 from diagnostics.position_views import Labelled, Realised
-from diagnostics.resampling import Interval
 from diagnostics.sections.plots import FONT, error_bars, ink
 
 SIGNAL_LABEL = r"signal $|\log p(x^*)/q(x^*)|$ (nats)"

@@ -25,30 +25,30 @@ from diagnostics.wording import count, listed, percent, plain, points
 GAMMA = 5  # drafts per round at which a gain per token is turned into accepted length
 
 
-def signal_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
+def signal_section(run: Run, page: Path) -> Section:
     """Summarise and draw one signal study."""
     records = read_records(run.folder / "positions.parquet", "positions")
-    section = _section(f"Signal and drafter error: {_where(records.rows)}", [records], page, run.name, resamples, seed)
+    section = _section(f"Signal and drafter error: {_where(records.rows)}", [records], page, run.name)
     section.records = link(run.folder / "positions.parquet", page)
     return section
 
 
-def pooled_section(runs: list[Run], page: Path, bootstraps: list[tuple[int, int]]) -> Section | None:
+def pooled_section(runs: list[Run], page: Path) -> Section | None:
     """Several signal studies together, pooled by count: every position weighs the same. None where they are of one
     pair's same texts: drafters differ, but signal and headroom would be those of the same positions once more."""
     found = [read_records(run.folder / "positions.parquet", "positions") for run in runs]
     if len(set().union(*(_settings(records.rows) for records in found))) < sum(len(_settings(r.rows)) for r in found):
         return None
     title = f"Signal and drafter error, {len(runs)} runs pooled"
-    section = _section(title, found, page, "pooled", *bootstraps[0])
+    section = _section(title, found, page, "pooled")
     section.text.append(f"Pooled by count from {listed([run.name for run in runs])}; each stands alone below.")
     return section
 
 
-def _section(title: str, found: list[Records], page: Path, name: str, resamples: int, seed: int) -> Section:
+def _section(title: str, found: list[Records], page: Path, name: str) -> Section:
     rows = pd.concat([records.rows for records in found], ignore_index=True)
-    by_alpha = summarise_by_alpha(rows, resamples, seed)
-    bounds = realised(rows, resamples, seed)
+    by_alpha = summarise_by_alpha(rows)
+    bounds = realised(rows)
     section = Section(title)
     section.headlines = [
         Headline("Signal against error", shares_sentence(by_alpha["pooled"]), paper_shares()),
@@ -56,11 +56,11 @@ def _section(title: str, found: list[Records], page: Path, name: str, resamples:
     ]
     section.text = [how(found, by_alpha)]
     section.name, section.scalars = name, scalars(by_alpha)
-    section.pictures = pictures(rows, bounds, page, name, resamples, seed)
+    section.pictures = pictures(rows, bounds, page, name)
     section.tables = [shares_table(by_alpha)]
     if len(settings_of(rows)) > 1:
-        section.tables.append(settings_table(each_and_pooled(rows, resamples, seed)))
-    section.tables += view_tables(rows, bounds, resamples, seed) + [means_table(by_alpha)]
+        section.tables.append(settings_table(each_and_pooled(rows)))
+    section.tables += view_tables(rows, bounds) + [means_table(by_alpha)]
     return section
 
 
@@ -146,7 +146,7 @@ def how(found: list[Records], by_alpha: dict[str, dict]) -> str:
     return (
         f"Vanilla contrastive decoding wrote one greedy answer to each of {pooled['prompts']} prompts at alpha "
         f"{listed(list(_alphas(by_alpha)))}; over these texts expert, amateur and drafter ran once more, in "
-        f"{listed(sorted(dtypes))}. Intervals are 95%, from resampling whole prompts."
+        f"{listed(sorted(dtypes))}. Intervals are 95%, t intervals over prompts."
     )
 
 
@@ -165,7 +165,8 @@ def shares_table(by_alpha: dict[str, dict]) -> Table:
             columns[f"acceptance, {words}"] = (f"acceptance_{kind}", percent)
             columns[f"top-1, {words}"] = (f"top1_{kind}", percent)
     papers = {"signal < 1 nat": paper.SIGNAL_BELOW_1, "error ≥ 2 nats": paper.ERROR_ABOVE_2}
-    rows = [["positions", *(count(found["positions"]) for found in by_alpha.values()), ""]]
+    rows = [["prompts", *(count(found["prompts"]) for found in by_alpha.values()), ""]]
+    rows += [["positions", *(count(found["positions"]) for found in by_alpha.values()), ""]]
     for title, (key, write) in columns.items():
         theirs = f"{100 * papers[title]:.1f}%" if title in papers else ""
         rows.append([title, *(write(found[key]) if key in found else "" for found in by_alpha.values()), theirs])
@@ -194,18 +195,20 @@ def settings_table(found: dict[str, dict[str, dict]]) -> Table:
     used = [entry for by_alpha in found.values() for entry in by_alpha.values()]
     columns = {title: column for title, column in columns.items() if any(column[0] in entry for entry in used)}
     rows = [
-        [name, _alpha_name(alpha), count(entry["positions"]), *_written(entry, columns)]
+        [name, _alpha_name(alpha), count(entry["prompts"]), count(entry["positions"]), *_written(entry, columns)]
         for name, by_alpha in found.items()
         for alpha, entry in by_alpha.items()
     ]
-    return Table("Each pair and data set alone, and pooled", ["", "alpha", "positions", *columns], rows, folded=True)
+    return Table(
+        "Each pair and data set alone, and pooled", ["", "alpha", "prompts", "positions", *columns], rows, folded=True
+    )
 
 
 def means_table(by_alpha: dict[str, dict]) -> Table:
     """The mean of every recorded quantity, with its definition."""
     known = {column.name: column for column in POSITIONS}
     names = [name for name in (*MEANS, *OPTIONAL_MEANS) if f"mean_{name}" in by_alpha["pooled"]]
-    rows = []
+    rows = [["prompts", "", "", *(count(found["prompts"]) for found in by_alpha.values())]]
     for name in names:
         unit = known[name].unit or "share"
         values = [plain(found[f"mean_{name}"], 3) if f"mean_{name}" in found else "" for found in by_alpha.values()]

@@ -42,43 +42,41 @@ PAPER_GAPS = "; ".join(f"{pair}, {data} {gap:.3f}" for (pair, data), gap in pape
 PAPER_STRONGER = ", ".join(f"{100 * value:+.2f}" for value in paper.STRONGER_TOP1)
 
 
-def pictures(
-    rows: pd.DataFrame, bounds: list[Realised], page: Path, name: str, resamples: int, seed: int
-) -> list[Picture]:
+def pictures(rows: pd.DataFrame, bounds: list[Realised], page: Path, name: str) -> list[Picture]:
     """Every figure of one study, saved beside the page."""
-    found = [("signal-error", *_error_map(rows, resamples, seed))]
+    found = [("signal-error", *_error_map(rows))]
     for kind in kinds_in(rows):
-        found += _gain_maps(rows, kind, resamples, seed)
+        found += _gain_maps(rows, kind)
     found.append(
         ("headroom", plots_signal.headroom_bars(bounds), HEADROOM_CAPTION, "bars of headroom and realised gain", True)
     )
     best = next(kind for kind in KINDS if kind in kinds_in(rows))
     if len(configurations(rows)[0]) > 1:
-        found += _configuration_maps(rows, resamples, seed)
-        lines = trends(rows, best, resamples, seed)
+        found += _configuration_maps(rows)
+        lines = trends(rows, best)
         caption = (
             f"Gain in top-1 matches of the {KINDS[best]} by contrast strength and by signal, a line for each pair and "
             "data set. Lines are 95% intervals over prompts; hollow marks stand for fewer than 100 positions."
         )
         figure = plots_signal.trend_lines(lines, alphas_of(having(rows, best)), best)
         found.append(("trends", figure, caption, "lines of the gain by alpha and by signal", True))
-    found.append(("alignment", *_alignment_bars(rows, resamples, seed)))
+    found.append(("alignment", *_alignment_bars(rows)))
     if "stronger" in kinds_in(rows):
-        found.append(("stronger", *_stronger_bars(rows, resamples, seed)))
+        found.append(("stronger", *_stronger_bars(rows)))
     return [
         Picture(save_png(figure, page / f"{name}-{part}.png"), caption, alt, wide=wide)
         for part, figure, caption, alt, wide in found
     ]
 
 
-def _error_map(rows: pd.DataFrame, resamples: int, seed: int) -> tuple[Figure, str, str, bool]:
-    figure = plots_signal.signal_error_map(cells(rows, min(resamples, 200), seed), *marginals(rows))
+def _error_map(rows: pd.DataFrame) -> tuple[Figure, str, str, bool]:
+    figure = plots_signal.signal_error_map(cells(rows), *marginals(rows))
     return figure, MAP_CAPTION, "heat map of signal and drafter error", True
 
 
-def _gain_maps(rows: pd.DataFrame, kind: str, resamples: int, seed: int) -> list[tuple]:
+def _gain_maps(rows: pd.DataFrame, kind: str) -> list[tuple]:
     """Both gains of one kind of draft over signal and error."""
-    binned = cells(rows, resamples, seed, kind)
+    binned = cells(rows, kind)
     top1 = (
         f"{KINDS[kind].capitalize()}: gain in top-1 matches with the target if {DRAFTS[kind]}. Bold: the 95% interval "
         "over prompts excludes 0, cell by cell: one cell in twenty would by chance."
@@ -99,7 +97,7 @@ def _gain_maps(rows: pd.DataFrame, kind: str, resamples: int, seed: int) -> list
     ]
 
 
-def _configuration_maps(rows: pd.DataFrame, resamples: int, seed: int) -> list[tuple]:
+def _configuration_maps(rows: pd.DataFrame) -> list[tuple]:
     """dTop1 by signal and, where there is a drafter aligned with the amateur, by its error; a row a configuration."""
     found = []
     for column, label, words in (
@@ -107,7 +105,7 @@ def _configuration_maps(rows: pd.DataFrame, resamples: int, seed: int) -> list[t
         ("amateur_error", plots_signal.AMATEUR_ERROR_LABEL, "the amateur-side drafter's error"),
     ):
         for kind in kinds_in(rows) if column == "signal" else [kind for kind in kinds_in(rows) if kind == "dual"]:
-            labelled = by_configuration(rows, column, kind, resamples, seed)
+            labelled = by_configuration(rows, column, kind)
             caption = (
                 f"Gain in top-1 matches of the {KINDS[kind]} by {words}, a row for each pair, data set and contrast "
                 "strength. Colours are cut at ±30 points, as in the paper; bold: the interval excludes 0, "
@@ -118,8 +116,8 @@ def _configuration_maps(rows: pd.DataFrame, resamples: int, seed: int) -> list[t
     return found
 
 
-def _alignment_bars(rows: pd.DataFrame, resamples: int, seed: int) -> tuple[Figure, str, str, bool]:
-    gaps = {name: gap for name, (gap, _) in alignment(rows, resamples, seed).items()}
+def _alignment_bars(rows: pd.DataFrame) -> tuple[Figure, str, str, bool]:
+    gaps = {name: gap for name, (gap, _) in alignment(rows).items()}
     caption = (
         "Alignment gap E_e[log p/q] - E_q[log p/q]: above 0 the drafter moves away from the amateur as the contrast "
         f"grows, like the target [DCD, Def. B.2]. Paper: {PAPER_GAPS}."
@@ -131,8 +129,8 @@ def _alignment_bars(rows: pd.DataFrame, resamples: int, seed: int) -> tuple[Figu
     return figure, caption, "bars of the alignment gap", False
 
 
-def _stronger_bars(rows: pd.DataFrame, resamples: int, seed: int) -> tuple[Figure, str, str, bool]:
-    found = per_configuration(rows, resamples, seed)
+def _stronger_bars(rows: pd.DataFrame) -> tuple[Figure, str, str, bool]:
+    found = per_configuration(rows)
     gains = {name: entry["top1"]["stronger"] for name, entry in found.items() if "stronger" in entry["top1"]}
     caption = (
         "A full model in the head's place, corrected by the true amateur: gain in top-1 matches with the target over "
@@ -144,12 +142,12 @@ def _stronger_bars(rows: pd.DataFrame, resamples: int, seed: int) -> tuple[Figur
     return figure, caption, "bars of the stronger proposer's gain", False
 
 
-def view_tables(rows: pd.DataFrame, bounds: list[Realised], resamples: int, seed: int) -> list[Table]:
+def view_tables(rows: pd.DataFrame, bounds: list[Realised]) -> list[Table]:
     """Headroom and what was realised, gains per configuration, and the alignment gap."""
     return [
         realised_table(bounds),
-        configuration_table(per_configuration(rows, resamples, seed)),
-        alignment_table(alignment(rows, resamples, seed)),
+        configuration_table(per_configuration(rows)),
+        alignment_table(alignment(rows)),
     ]
 
 
@@ -159,6 +157,7 @@ def realised_table(bounds: list[Realised]) -> Table:
         [
             KINDS[entry.kind],
             entry.alpha,
+            count(entry.headroom_tv.prompts),
             count(entry.positions),
             points(entry.headroom_tv.as_dict(), 2),
             points(entry.gain_acceptance.as_dict(), 2, sign=True),
@@ -169,7 +168,7 @@ def realised_table(bounds: list[Realised]) -> Table:
         ]
         for entry in bounds
     ]
-    headers = ["draft", "alpha", "positions", "headroom TV(p, π)", "gain in acceptance", "realised"]
+    headers = ["draft", "alpha", "prompts", "positions", "headroom TV(p, π)", "gain in acceptance", "realised"]
     headers += ["flipped choices", "dTop1", "realised (greedy)"]
     return Table("Headroom next to each gain, in points, and how much of it was realised", headers, table)
 
@@ -180,15 +179,21 @@ def configuration_table(found: dict[str, dict]) -> Table:
     for name, entry in found.items():
         for kind in entry["top1"]:
             gains = [points(entry[what][kind].as_dict(), 2, sign=True) for what in ("top1", "acceptance")]
-            table.append([name, count(entry["positions"]), KINDS[kind], *gains])
+            prompts = count(entry["top1"][kind].prompts)
+            table.append([name, prompts, count(entry["positions"]), KINDS[kind], *gains])
     if any("stronger" in entry["top1"] for entry in found.values()):
-        table.append(["paper, 3B proposer, four settings", "", KINDS["stronger"], PAPER_STRONGER, ""])
-    headers = ["configuration", "positions", "draft", "dTop1", "dAcc"]
+        table.append(["paper, 3B proposer, four settings", "", "", KINDS["stronger"], PAPER_STRONGER, ""])
+    headers = ["configuration", "prompts", "positions", "draft", "dTop1", "dAcc"]
     return Table("Gains in points by pair, data set and contrast strength", headers, table, folded=True)
 
 
 def alignment_table(found: dict) -> Table:
     """The mean alignment gap, and where it is positive."""
-    table = [[name, plain(gap.as_dict(), 3), percent(share.as_dict())] for name, (gap, share) in found.items()]
-    table += [[f"paper: {pair}, {data}", f"{gap:.3f}", ""] for (pair, data), gap in paper.ALIGNMENT_GAP.items()]
-    return Table("Alignment gap E_e[log p/q] - E_q[log p/q]", ["", "mean gap (nats)", "positions above 0"], table)
+    table = [
+        [name, count(gap.prompts), plain(gap.as_dict(), 3), percent(share.as_dict())]
+        for name, (gap, share) in found.items()
+    ]
+    table += [[f"paper: {pair}, {data}", "", f"{gap:.3f}", ""] for (pair, data), gap in paper.ALIGNMENT_GAP.items()]
+    return Table(
+        "Alignment gap E_e[log p/q] - E_q[log p/q]", ["", "prompts", "mean gap (nats)", "positions above 0"], table
+    )

@@ -22,11 +22,11 @@ ACCEPTANCE_CAPTION = (
 )
 
 
-def speed_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
+def speed_section(run: Run, page: Path) -> Section:
     """Summarise and draw one benchmark."""
     records = read_records(run.folder / "rounds.parquet", "rounds")
     settings = records.provenance.get("settings", {})
-    entries = summarise_rounds(records.rows, resamples, seed, settings.get("gamma"))
+    entries = summarise_rounds(records.rows, settings.get("gamma"))
     latency = run.metrics.get("latency_ms", {})
     if "amateur" in latency:
         entries = with_predictions(
@@ -133,8 +133,8 @@ def pictures(entries: list[dict], page: Path, name: str) -> list[Picture]:
 
 def speed_table(entries: list[dict]) -> Table:
     """Speeds and accepted lengths, the paper's beside them."""
-    headers = ["method", "alpha", "tokens/s", "speed-up", "predicted", "measured / predicted", "paper: speed-up"]
-    headers += ["accepted_length", "tokens_per_round", "paper: accepted_length"]
+    headers = ["method", "alpha", "prompts", "tokens/s", "speed-up", "predicted", "measured / predicted"]
+    headers += ["paper: speed-up", "accepted_length", "tokens_per_round", "paper: accepted_length"]
     rows = []
     for entry in entries:
         alpha = None if entry["alpha"] == ANY else float(entry["alpha"])
@@ -142,6 +142,7 @@ def speed_table(entries: list[dict]) -> Table:
             [
                 entry["method"],
                 "-" if alpha is None else entry["alpha"],
+                count(entry["prompts"]),
                 plain(entry["tokens_per_second"], 1),
                 plain(entry["speedup"]) if "speedup" in entry else "-",
                 f"{entry['predicted_speedup']:.2f}" if "predicted_speedup" in entry else "-",
@@ -167,21 +168,28 @@ def saved_table(entries: list[dict]) -> list[Table]:
         per_pass = f"{entry['expert_passes'] / entry['amateur_passes']:.2f}" if entry["amateur_passes"] else "-"
         flips = f"{100 * entry['flips'] / entry['tokens']:.1f}" if entry["blocks"] else "-"
         over = plain(entry["over_unsaved"])
-        rows.append([entry["method"], entry["alpha"], entry["unsaved"], over, per_pass, flips])
-    headers = ["method", "alpha", "over", "tokens/s over it", "expert passes / amateur pass", "flips / 100 tokens"]
+        prompts = count(entry["prompts"])
+        rows.append([entry["method"], entry["alpha"], prompts, entry["unsaved"], over, per_pass, flips])
+    headers = ["method", "alpha", "prompts", "over", "tokens/s over it", "expert passes / amateur pass"]
+    headers.append("flips / 100 tokens")
     caption = "Saved passes of the amateur, with 95% intervals over prompts; a flip is a token that the amateur changed"
     return [Table(caption, headers, rows)] if rows else []
 
 
 def split_table(entries: list[dict]) -> Table:
     """Where the time of a round goes."""
-    headers = ["method", "alpha", "rounds", "tokens", "drafts / round", "draft ms / drafted token", "draft ms"]
-    headers += ["expert ms", "amateur ms", "rest ms"]
+    headers = ["method", "alpha", "prompts", "rounds", "tokens", "drafts / round", "draft ms / drafted token"]
+    headers += ["draft ms", "expert ms", "amateur ms", "rest ms"]
     rows = []
     for entry in entries:
         times = [entry[name] for name in ("draft_step_ms", "draft_ms", "expert_ms", "amateur_ms", "rest_ms")]
         alpha = "-" if entry["alpha"] == ANY else entry["alpha"]
-        numbers = [count(entry["rounds"]), count(entry["tokens"]), f"{entry['drafted_per_round']:.2f}"]
+        numbers = [
+            count(entry["prompts"]),
+            count(entry["rounds"]),
+            count(entry["tokens"]),
+            f"{entry['drafted_per_round']:.2f}",
+        ]
         rows.append([entry["method"], alpha, *numbers, *(f"{value:.2f}" if value else "-" for value in times)])
     return Table("Milliseconds per round, as they were inside the loop", headers, rows)
 
@@ -194,7 +202,7 @@ def latency_table(latency: dict[str, dict[str, float]]) -> Table:
     return Table("Median milliseconds of single passes timed alone: the cost model's inputs", headers, rows)
 
 
-def identity_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
+def identity_section(run: Run, page: Path) -> Section:
     """The identity check as a table."""
     checks = run.metrics["checks"]
     section = Section("Is it lossless?")

@@ -19,7 +19,7 @@ LABELS = {
 _STEPPED = re.compile(r"^(eval_)?(\w+?)/(\d+)$")
 
 
-def training_section(run: Run, page: Path, resamples: int, seed: int) -> Section:
+def training_section(run: Run, page: Path) -> Section:
     """Draw the history of one training run and list its last held-out figures."""
     metrics, history = run.metrics, run.metrics["history"]
     section = Section(f"Training: {run.name}")
