@@ -17,6 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dcd_core.cache import KVCache, Step
 from dcd_core.errors import UserError
+from dcd_core.quantisation import hidden_dtype, linear_rows, output_rows
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary scalings whose frequencies transformers chooses anew in every pass, by its longest row."""
@@ -83,9 +84,7 @@ class SomeRows(nn.Module):
         self.layer, self.ids = [layer], None  # in a list: its weights are not this module's
 
     def forward(self, hidden: Tensor) -> Tensor:
-        [layer] = self.layer
-        bias = getattr(layer, "bias", None)
-        return nn.functional.linear(hidden, layer.weight[self.ids], None if bias is None else bias[self.ids])
+        return linear_rows(self.layer[0], hidden, self.ids)
 
 
 class OutputLayer:
@@ -103,7 +102,7 @@ class OutputLayer:
         names = [name for name, module in model.named_children() if module is layer]
         if layer is None or not names:
             raise UserError(f"unsupported: {type(model).__name__} has no output layer of its own")
-        self._layer = layer
+        self._model, self._layer = model, layer
         self._whole = _with_children(model, {model.base_model_prefix: GivenStates()})
         self._some = _with_children(self._whole, {names[0]: SomeRows(layer)})
         self._rows = getattr(self._some, names[0])
@@ -111,20 +110,21 @@ class OutputLayer:
     @property
     def width(self) -> int:
         """Number of logits."""
-        return self._layer.weight.shape[0]
+        return getattr(self._layer, "out_features", None) or self._layer.weight.shape[0]
 
     @torch.no_grad()
     def rows(self) -> Float[Tensor, "vocab hidden"]:
         """The rows, in fp32, of the plain linear layer that is nearest to this one around zero: its own, times the
         factor by which the model scales its logits. What a draft head's output layer may start from."""
-        weight = self._layer.weight
-        states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        weight = output_rows(self._model)
+        states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        states = states.to(weight.device, hidden_dtype(self._model))
         plain = self._layer(states).float()
         if torch.equal(self(states).float(), plain):
-            return weight.float()
+            return weight
         small = states * 1e-3
         moved = self(small).float() - self(torch.zeros_like(small)).float()
-        return weight.float() * (moved.norm() / (self._layer.weight @ small.T).float().norm())
+        return weight * (moved.norm() / (weight @ small.float().T).norm())
 
     def __call__(
         self, hidden: Float[Tensor, "*batch hidden"], ids: Int[Tensor, " ids"] | None = None

@@ -9,8 +9,10 @@ Nothing that the user has set is changed. Why each one is here:
 * TRANSFORMERS_NO_ADVISORY_WARNINGS: advice for interactive use is noise in a log of a long run.
 * HF_HUB_DISABLE_PROGRESS_BARS: bars are for terminals; in a log each of their frames is a line of its own.
 * MPLBACKEND=Agg: plots go to files, and a machine without a display must be able to draw them.
+* torchao, where it is installed, is imported with transformers, and warns on every machine without its GPU kernels.
 """
 
+import logging
 import os
 import sys
 
@@ -28,3 +30,5 @@ for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
 if sys.stderr is None or not sys.stderr.isatty():
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dcd_core.environment import CHECK_MODELS
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -30,8 +30,11 @@ from dcd_core.architecture import (
 )
 from dcd_core.cache import KVCache
 from dcd_core.errors import UserError
+from dcd_core.load_errors import one_line_errors
 from dcd_core.model_check import check_model
+from dcd_core.quantisation import computing_dtype, is_quantised, loading_arguments
 
+LOG = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -90,6 +93,7 @@ class LanguageModel:
             raise UserError(
                 f"{self.name}: feature_layers {taps} must be three ascending layers between 1 and {self.layers - 1}"
             )
+        self._quantised_dtype = computing_dtype(model) if is_quantised(model) else None
         self._taps: dict[int, Tensor] | None = None
         self._hooks = [
             layers[index].register_forward_pre_hook(self._tap(index), with_kwargs=True)
@@ -119,7 +123,8 @@ class LanguageModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
+        """Of what is computed: a quantised model stores other numbers."""
+        return self._quantised_dtype or self.embedding.weight.dtype
 
     @property
     def hidden_size(self) -> int:
@@ -292,24 +297,24 @@ def load_model(
         check: compare a few passes with the model's own ``forward`` (:mod:`dcd_core.model_check`); None: as the
             environment says (:data:`dcd_core.environment.CHECK_MODELS`), else yes.
     Raises:
-        UserError: unknown dtype, missing model, weights that do not fit it, a family that is not supported.
+        UserError: unknown dtype, missing model, weights that do not fit it, a family that is not supported, a quantised
+            model that cannot be used here, or too little memory.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose float32 or bfloat16")
     load_config(name_or_path)  # refuses before weights are read
     config = load_whole_config(name_or_path)
     target = choose_device(device)
-    try:
+    arguments = {"dtype": DTYPES[dtype], **loading_arguments(config, name_or_path, target)}
+    with one_line_errors(name_or_path, config, DTYPES[dtype], target):
         model, report = AutoModelForCausalLM.from_pretrained(
-            name_or_path,
-            dtype=DTYPES[dtype],
-            attn_implementation=best_attention(config),
-            output_loading_info=True,
+            name_or_path, attn_implementation=best_attention(config), output_loading_info=True, **arguments
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"cannot load the weights of {name_or_path!r}: {first_line(error)}") from error
+        model = model if "device_map" in arguments else model.to(target)
     refuse_unfit_weights(report, name_or_path)
-    loaded = LanguageModel(model.to(target), vocab, feature_layers)
+    loaded = LanguageModel(model, vocab, feature_layers)
+    if loaded.dtype != DTYPES[dtype]:
+        LOG.warning("%s is quantised and computes in %s, not in %s", name_or_path, loaded.dtype, DTYPES[dtype])
     if os.environ.get(CHECK_MODELS, "1") != "0" if check is None else check:
         check_model(loaded)
     return loaded
@@ -395,6 +400,8 @@ def load_pair(
     """
     tokenizer = load_tokenizer(expert)
     vocab = len(id_table(tokenizer))
+    for name in filter(None, (expert, amateur)):  # before gigabytes of either are read
+        loading_arguments(load_whole_config(name), name, choose_device(device))
     if amateur:
         vocab = shared_vocabulary(tokenizer, load_tokenizer(amateur))
     models = [load_model(expert, dtype, device, feature_layers)]
@@ -414,7 +421,8 @@ def load_scorer(name_or_path: str, pair: Pair) -> LanguageModel:
             read.
     """
     vocab = shared_vocabulary(pair.tokenizer, load_tokenizer(name_or_path), name_or_path)
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == pair.expert.dtype)
+    # some quantised experts compute in float16, which is offered for no other model
+    dtype = next((name for name, dtype in DTYPES.items() if dtype == pair.expert.dtype), "bfloat16")
     model = load_model(name_or_path, dtype, str(pair.expert.device))
     cut_to_vocabulary(model, vocab, "the model")
     return model

@@ -20,13 +20,13 @@ import torch
 from dcd_core.config import finish_run, parse_config, run_entry
 from dcd_core.files import atomic_path
 from dcd_core.model_identity import model_identity
-from dcd_core.models import Pair, load_model, load_pair
+from dcd_core.models import Pair, load_config, load_model, load_pair
 from train.batches import Plan, Stream, Texts
 from train.distil import Distil, DistilStep, compare, count_answer_rows, latency
 from train.held_out import SKIP_TRAINED, held_out_texts
 from train.loop import FREE, LoopConfig, fit, full_weights, refuse_start, refuse_texts
 from train.processes import barrier, start
-from train.pruning import parse_layers, prune
+from train.pruning import parse_layers, prune, refuse_quantised
 from train.sizes import amateur_result, common_pieces, describe_amateur_run, summary
 
 
@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if config.dry_run:
         print(describe_amateur_run(config), flush=True)
         return 0
+    refuse_quantised(load_config(config.expert), config.expert)
     refuse_start(config)
     ranks = start(config.seed)
     folder = Path(config.output)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dcd_core.architecture import best_attention, decoder_layers, text_config
 from dcd_core.errors import UserError
+from dcd_core.quantisation import method_of, quantisation_of
 
 
 def parse_layers(text: str, total: int) -> list[int]:
@@ -34,6 +35,20 @@ def parse_layers(text: str, total: int) -> list[int]:
     if len(layers) == total:
         raise UserError(f"keep_layers {text!r} keeps all {total} layers: that amateur would be the expert")
     return layers
+
+
+def refuse_quantised(config, name: str) -> None:
+    """Refuse an expert whose layers cannot be trained on.
+
+    Raises:
+        UserError: it is quantised.
+    """
+    settings = quantisation_of(config)
+    if settings is not None:
+        raise UserError(
+            f"{name} is quantised with {method_of(settings)}: no amateur can be cut from it, since its layers cannot be"
+            " trained; give the unquantised model that it was made from"
+        )
 
 
 def pruned_config(config, layers: list[int]):

@@ -16,7 +16,7 @@ from dcd_core.models import default_feature_layers, load_config
 from train.batches import Plan, Stream, Texts
 from train.loop import read_deepspeed_config, total_steps
 from train.processes import Ranks, planned_world
-from train.pruning import parse_layers, pruned_config
+from train.pruning import parse_layers, pruned_config, refuse_quantised
 from train.unroll import LOGIT_BUDGET, logit_pieces
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -209,6 +209,7 @@ def amateur_result(folder: Path, found: dict) -> str:
 def describe_amateur_run(config) -> str:
     """Tokens, parameters, memory and steps of an amateur's training, from configurations only."""
     expert_config = load_config(config.expert)
+    refuse_quantised(expert_config, config.expert)
     layers = parse_layers(config.keep_layers, expert_config.num_hidden_layers)
     expert = count_parameters(on_meta(expert_config))
     amateur = on_meta(pruned_config(expert_config, layers))

@@ -1,0 +1,67 @@
+"""One line, with sizes, for what goes wrong while a model's weights are loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from dcd_core.errors import UserError
+from dcd_core.quantisation import cannot_use, quantisation_of
+
+NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
+"""How torch, safetensors and the system say that the host's memory is used up."""
+
+
+@contextmanager
+def one_line_errors(name: str, config, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Turn what loading a model raises into a UserError; ``config`` is the model's, ``device`` where it is to go."""
+    settings = quantisation_of(config)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise out_of_memory(name, config, dtype, device) from error
+        if isinstance(error, MemoryError) or any(text in str(error).lower() for text in NO_MEMORY):
+            raise out_of_memory(name, config, dtype, torch.device("cpu")) from error
+        if settings is not None:  # packages of many makers: a broken one fails in any way
+            raise cannot_use(name, settings, device, error) from error
+        if isinstance(error, (OSError, ValueError, RuntimeError, SafetensorError)):
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"cannot load the weights of {name!r}: {reason}") from error
+        raise
+
+
+def out_of_memory(name: str, config, dtype: torch.dtype, device: torch.device) -> UserError:
+    """What was to be loaded, and what there is."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        where, cure = str(device), "use a smaller --dtype, another --device or a smaller model"
+    else:
+        page = os.sysconf("SC_PAGE_SIZE")
+        free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+        where, cure = "this machine", "use a smaller --dtype or a smaller model"
+    return UserError(
+        f"out of memory while loading {name}: {weight_size(config, dtype)}, and {where} has {gibibytes(free)} free "
+        f"of {gibibytes(total)}; {cure}"
+    )
+
+
+def weight_size(config, dtype: torch.dtype) -> str:
+    """The size of a model's weights, from its configuration."""
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    kind = str(dtype).removeprefix("torch.")
+    if quantisation_of(config) is not None:
+        return f"it has {count / 1e9:.2f} billion weights, which are quantised ({kind} where they are not)"
+    return f"its weights take {gibibytes(count * dtype.itemsize)} in {kind}"
+
+
+def gibibytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
