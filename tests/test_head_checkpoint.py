@@ -179,9 +179,9 @@ def test_speculators_layout_counts_layers_by_their_inputs():
     config = config_from_json(fields)
     assert config.feature_layers == (2, 4, 5)
     assert (config.target_hidden_size, config.hidden_size, config.draft_vocab_size) == (64, 32, 32)
-    for residual in (True, None):
-        with pytest.raises(UserError, match="norm_before_residual"):
-            config_from_json({**fields, "norm_before_residual": residual})
+    assert config_from_json({**fields, "norm_before_residual": True}).norm_before_residual
+    with pytest.raises(UserError, match="norm_before_residual"):  # readers differ in what they take then
+        config_from_json({**fields, "norm_before_residual": None})
 
 
 def test_missing_folders_and_files_are_named(tmp_path, folder):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from dcd_core.heads.rope import rotate
 
@@ -30,11 +30,11 @@ class Attention(nn.Module):
     def __init__(self, config, wide: int):
         super().__init__()
         self.dim = config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(wide, heads * self.dim, bias=False)
-        self.k_proj = nn.Linear(wide, kv_heads * self.dim, bias=False)
-        self.v_proj = nn.Linear(wide, kv_heads * self.dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.dim, config.hidden_size, bias=False)
+        heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(wide, heads * self.dim, bias=bias)
+        self.k_proj = nn.Linear(wide, kv_heads * self.dim, bias=bias)
+        self.v_proj = nn.Linear(wide, kv_heads * self.dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.dim, config.hidden_size, bias=bias)
 
     def split(self, flat: Tensor) -> Tensor:
         return flat.unflatten(-1, (-1, self.dim)).transpose(1, 2)
@@ -50,21 +50,23 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, or with another activation."""
 
     def __init__(self, config):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        bias = config.mlp_bias
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, states: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
 
 
 class Block(nn.Module):
-    """A stock Llama decoder layer: what a deeper head has after its first block. No q/k norms and no biases, whatever
-    the expert has."""
+    """A stock Llama decoder layer: what a deeper head has after its first block. No q/k norms, whatever the
+    expert has."""
 
     def __init__(self, config):
         super().__init__()
@@ -95,6 +97,7 @@ class FirstBlock(Block):
     def __init__(self, config):
         super().__init__(config)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
 
     @staticmethod
     def width(size: int) -> int:
@@ -103,3 +106,7 @@ class FirstBlock(Block):
     def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         """Embedding first, 2H wide."""
         return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+
+    def finish(self, residual: Tensor, heads: Tensor) -> Tensor:
+        """The residual is un-normed, but for heads that say otherwise."""
+        return super().finish(self.hidden_norm(residual) if self.norm_before_residual else residual, heads)

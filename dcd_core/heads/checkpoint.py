@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import UInt64
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,7 +30,8 @@ from dcd_core.errors import UserError
 from dcd_core.files import atomic_path
 from dcd_core.heads.dual_input import HEADS, make_head
 from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head, check_maps
-from dcd_core.heads.fitting import check_amateur, check_expert
+from dcd_core.heads.fitting import check_amateur, check_embedding, check_expert
+from dcd_core.heads.published_fields import check_types, read_fields
 from dcd_core.heads.rope import FORMAT_THETA, read_rope, write_rope
 from dcd_core.heads.training_prompts import PROMPTS, write_training_prompts
 
@@ -48,8 +49,8 @@ OWN_FIELDS = (
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "dual_input": "DualInputEagle3"}
 ALIGNED = ("expert", "amateur", "contrast")
 AMATEUR_INPUTS = ("dual", "amateur_zeroed", "amateur_shuffled")
-TOLERATED = ("embed_tokens.weight",)
-"""Tensors that a head may carry and that are not used: the expert's embedding is."""
+EMBEDDING = "embed_tokens.weight"
+"""A head may carry this one, but the expert's is used: the two must be equal."""
 DERIVABLE = ("t2d",)
 """Tensors that may be absent: they follow from others."""
 
@@ -72,9 +73,9 @@ def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict:
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        "hidden_act": config.hidden_act,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         **write_rope(config.rope_theta, config.rope_scaling),
@@ -83,7 +84,8 @@ def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict:
         # true makes loaders tie lm_head to the embedding, which a head does not have
         "tie_word_embeddings": False,
         # readers differ in what they assume when it is absent
-        "norm_before_residual": False,
+        "norm_before_residual": config.norm_before_residual,
+        **{name: True for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)},
         "eagle_config": {AUX_KEY: [layer - 1 for layer in config.feature_layers], "use_aux_hidden_state": True},
         "torch_dtype": str(dtype).removeprefix("torch."),
         **({OWN_KEY: own} if own else {}),
@@ -94,29 +96,33 @@ def config_from_json(fields: dict, where: str = "config.json") -> Eagle3Config:
     """Read config.json of either layout.
 
     Raises:
-        UserError: a missing field, or an architecture that this head is not.
+        UserError: a missing field, or an architecture that this head is not (see :func:`read_fields`).
     """
     speculators = "speculators_model_type" in fields
-    layer = {**fields, **fields.get("transformer_layer_config", {})} if speculators else fields
+    layer = layer_fields(fields, where) if speculators else fields
+    check_types(fields, layer, where)
     kind = fields.get("speculators_model_type", "eagle3")
-    residual = fields.get("norm_before_residual", None if speculators else False)
-    if kind != "eagle3" or residual is not False:
-        raise UserError(
-            f"{where}: this head has type {kind!r} and norm_before_residual {residual}; "
-            "only eagle3 heads with norm_before_residual false are supported"
-        )
+    if kind != "eagle3":
+        raise UserError(f"{where}: this head has type {kind!r}; only eagle3 heads are supported")
+    if speculators and fields.get("norm_before_residual") is None:  # its readers differ in what they then take
+        raise UserError(f"{where} does not say norm_before_residual: true or false?")
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     missing = [name for name in needed if layer.get(name) is None]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}: not a complete EAGLE3 head configuration")
-    if OWN_KEY not in fields and layer.get("num_hidden_layers", 1) != 1:
-        raise UserError(
-            f"{where}: an EAGLE3 head has one layer, this one has {layer['num_hidden_layers']}: is it a model's folder?"
-        )
+    layers = layer.get("num_hidden_layers") or 1
+    if OWN_KEY not in fields and layers != 1:
+        raise UserError(f"{where}: an EAGLE3 head has one layer, this one has {layers}: is it a model's folder?")
     aux = fields.get(AUX_KEY) or (fields.get("eagle_config") or {}).get(AUX_KEY)
-    if aux is not None and (len(aux) != 3 or len(set(aux)) != 3):
+    if aux is not None and not (type(aux) is list and len(aux) == 3 and all(type(id_) is int for id_ in aux)):
+        raise UserError(f"{where}: {AUX_KEY} must be three layers, got {aux}")
+    if aux is not None and len(set(aux)) != 3:
         raise UserError(f"{where}: {AUX_KEY} must be three distinct layers, got {aux}")
     theta, scaling = read_rope(layer)
+    own = own_fields(fields.get(OWN_KEY) or {}, where)
+    published = read_fields(fields, layer, where)
+    if own.get("kind") == "dual_input" and published.get("fc_norm"):
+        raise UserError(f"{where}: fc_norm is not supported in a head that reads an amateur")
     hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
     return Eagle3Config(
         hidden_size=hidden,
@@ -127,14 +133,23 @@ def config_from_json(fields: dict, where: str = "config.json") -> Eagle3Config:
         head_dim=layer.get("head_dim") or hidden // heads,
         vocab_size=layer["vocab_size"],
         draft_vocab_size=fields.get("draft_vocab_size") or layer["vocab_size"],
-        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=layer.get("rms_norm_eps") or 1e-6,
         rope_theta=FORMAT_THETA if theta is None else theta,
         rope_scaling=scaling,
         max_position_embeddings=layer.get("max_position_embeddings") or 2048,
         feature_layers=None if aux is None else tuple(id_ if speculators else id_ + 1 for id_ in aux),
-        num_hidden_layers=layer.get("num_hidden_layers", 1),
-        **own_fields(fields.get(OWN_KEY, {}), where),
+        num_hidden_layers=layers,
+        **published,
+        **own,
     )
+
+
+def layer_fields(fields: dict, where: str) -> dict:
+    """config.json with the fields of the decoder layer on top, which vllm-project/speculators keeps apart."""
+    own = fields.get("transformer_layer_config") or {}
+    if not isinstance(own, dict):
+        raise UserError(f"{where}: transformer_layer_config must hold an object, got {own!r}")
+    return {**fields, **own}
 
 
 def own_fields(fields: dict, where: str) -> dict:
@@ -143,8 +158,6 @@ def own_fields(fields: dict, where: str) -> dict:
     Raises:
         UserError: one that is unknown, or values that contradict each other.
     """
-    if not isinstance(fields, dict):
-        raise UserError(f"{where}: {OWN_KEY} must hold an object, got {fields!r}")
     found = dict(fields)
     kind, aligned, taps = found.get("kind", "eagle3"), found.get("aligned_with", "expert"), None
     unknown = [name for name in found if name not in OWN_FIELDS]
@@ -231,27 +244,29 @@ def fitting_config(folder: str | Path, expert, amateur=None) -> Eagle3Config:
     where the head does not say which layers it taps, they are the expert's.
 
     Raises:
-        UserError: see :func:`check_expert` and :func:`check_amateur`.
+        UserError: see :func:`check_expert`, :func:`check_embedding` and :func:`check_amateur`.
     """
     fields = _read_config(locate(folder))
     config = config_from_json(fields, f"{folder}/config.json")
-    layer = {**fields, **fields.get("transformer_layer_config", {})}
+    layer = layer_fields(fields, str(folder))
     check_expert(config, expert, read_rope(layer), str(folder))
+    check_embedding(_read_embedding(locate(folder)), expert, str(folder))
     check_amateur(config, expert, amateur, str(folder))
     return config if config.feature_layers else config.replace(feature_layers=expert.feature_layers)
 
 
 def canonical_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Both block prefixes become ``midlayer.``; integer and byte maps get their types.
+    """Both block prefixes become ``midlayer.``, a leading ``model.`` goes; integer and byte maps get their types.
 
     Raises:
-        UserError: a tensor that stands there under both prefixes.
+        UserError: a tensor that is there under two names.
     """
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        name = name.removeprefix("model.")
         key = "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
         if key in renamed:
-            raise UserError(f"the head has {key} twice, as midlayer. and as layers.0.")
+            raise UserError(f"the head has {key} twice, under two prefixes (midlayer., layers.0., model.)")
         renamed[key] = tensor
     if "d2t" in renamed and not renamed["d2t"].is_floating_point():
         renamed["d2t"] = renamed["d2t"].long()
@@ -261,13 +276,12 @@ def canonical_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], config: Eagle3Config, where: str) -> None:
-    """Compare names, shapes and finiteness with what the config asks for; drop tolerated and fill in derivable tensors.
+    """Compare names, shapes and finiteness with what the config asks for; drop the embedding, fill in what follows.
 
     Raises:
         UserError: one message that names every difference.
     """
-    for name in TOLERATED:
-        tensors.pop(name, None)
+    tensors.pop(EMBEDDING, None)
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
         tensors["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
     if "t2d" not in tensors and "d2t" in tensors:
@@ -317,6 +331,21 @@ def _read_config(path: Path) -> dict:
     if not isinstance(fields, dict):
         raise UserError(f"{path}/config.json must hold an object")
     return fields
+
+
+def _read_embedding(path: Path) -> Tensor | None:
+    """The embedding that a head carries, if it does, without reading the rest."""
+    safe = path / "model.safetensors"
+    if not safe.exists():
+        found = canonical_names(_read_tensors(path))
+        return found.get(EMBEDDING)
+    try:
+        with safe_open(safe, framework="pt") as tensors:
+            names = tensors.keys()
+            name = next((name for name in names if name.removeprefix("model.") == EMBEDDING), None)
+            return None if name is None else tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"the weights in {path} cannot be read: {error}") from error
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -43,6 +43,10 @@ class Eagle3Config:
     in their place in training, if it is a control (:data:`dcd_core.heads.family.INPUTS`). ``train_alpha`` goes with a
     head that is ``aligned_with`` the contrast. ``amateur_identity`` says which amateur was read or imitated in training
     (:func:`dcd_core.model_identity.model_identity`; empty if none was, or it is not known).
+
+    Published heads vary: ``norm_before_residual`` takes the first block's residual after its norm; ``norm_before_fc``
+    norms the joined features and ``fc_norm`` each of the three (EAGLE 3.1); ``norm_output`` hands the normed state, not
+    the block's output, to the next step (EAGLE 3.1).
     """
 
     hidden_size: int
@@ -59,6 +63,13 @@ class Eagle3Config:
     max_position_embeddings: int = 2048
     feature_layers: tuple[int, int, int] | None = None
     num_hidden_layers: int = 1
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     kind: Literal["eagle3", "dual_input"] = "eagle3"
     amateur_hidden_size: int = 0
     amateur_feature_layers: tuple[int, int, int] | None = None
@@ -159,6 +170,9 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # after all that a head of one block has, so that its initial weights do not depend on the depth
         self.further = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers - 1))
+        width, eps = config.target_hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(sum(config.feature_widths), eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(3)) if config.fc_norm else None
         if d2t is None and t2d is None:
             d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
             t2d = torch.arange(config.vocab_size) < config.draft_vocab_size
@@ -217,6 +231,8 @@ class Eagle3Head(nn.Module):
                 drawn = self.config.feature_widths[0] if module is self.fc else module.in_features
                 values = torch.empty(module.out_features, drawn).normal_(0.0, 0.02, generator=generator)
                 module.weight.zero_()[:, :drawn].copy_(values)
+                if module.bias is not None:
+                    module.bias.zero_()
         if output_rows is not None:
             self.lm_head.weight.copy_(output_rows[self.target_ids.to(output_rows.device)])
 
@@ -235,11 +251,17 @@ class Eagle3Head(nn.Module):
 
     def fuse(self, features: Float[Tensor, "batch position features"]) -> Float[Tensor, "batch position hidden"]:
         """The three tapped features (low | mid | high, 3H wide) as one H-wide input."""
-        return self.fc(features.to(self.fc.weight.dtype))
+        features = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = zip(self.fc_norm, features.chunk(3, dim=-1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return self.fc(features)
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch draft"]:
         """Draft logits of recurrent states, over draft ids, in at least fp32."""
-        logits = self.lm_head(self.norm(hidden))
+        logits = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -263,7 +285,7 @@ class Eagle3Head(nn.Module):
             hidden: :meth:`fuse` of true features, or states from the step before.
             first_layer: of the cache, where it holds more than this head.
         Returns:
-            The recurrent states: the last block's output before the final norm.
+            The recurrent states: the last block's output before the final norm (see :meth:`recurrent`).
         """
         dtype = self.fc.weight.dtype
         embeds, states = embeds.to(dtype), hidden.to(dtype)
@@ -275,7 +297,11 @@ class Eagle3Head(nn.Module):
             query = block.self_attn.query(inputs, tables)
             heads = F.scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask, enable_gqa=True)
             states = block.finish(states, heads)
-        return states
+        return self.recurrent(states)
+
+    def recurrent(self, states: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        """What the next step and :meth:`logits` read of the last block's output."""
+        return self.norm(states) if self.config.norm_output else states
 
     def unroll(
         self,
@@ -320,6 +346,7 @@ class Eagle3Head(nn.Module):
                     mine.append(block.self_attn.key_value(inputs, tables))
                     heads = attend_rows(block.self_attn.query(inputs, tables), rows, keys, values, mine)
                     state = block.finish(state, heads)
+            state = self.recurrent(state)
             yield state
 
     def _read(self, embeds: Tensor, fused: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:

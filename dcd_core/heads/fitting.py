@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Config
 from dcd_core.heads.rope import expert_rope
 from dcd_core.model_identity import model_identity
+from dcd_core.quantisation import is_quantised
+
+ROUNDING, QUANTISED = 2**-7, 0.1
+"""How far a head's copy of the expert's embedding may be from it, relative to its size."""
 
 
 def check_expert(config: Eagle3Config, expert, stated_rope: tuple[float | None, dict | None], where: str) -> None:
@@ -33,6 +39,29 @@ def check_expert(config: Eagle3Config, expert, stated_rope: tuple[float | None, 
     different = [f"{name} {mine} (expert: {its})" for name, mine, its in pairs if mine != its]
     if different:
         raise UserError(f"{where} is the head of another expert than {expert.name}: {'; '.join(different)}")
+
+
+def check_embedding(carried: Float[Tensor, "vocab hidden"] | None, expert, where: str) -> None:
+    """Refuse a head that was trained with another token embedding than the expert's, which is used in its place.
+
+    Args:
+        carried: the embedding in the head's folder, if there is one.
+    Raises:
+        UserError: it differs by more than the rounding of 16-bit floats (or of the expert's quantisation).
+    """
+    if carried is None:
+        return
+    rows, allowed = min(len(carried), expert.vocab), QUANTISED if is_quantised(expert.model) else ROUNDING
+    for ids in torch.arange(rows).split(4096):
+        with torch.no_grad():
+            own = expert.embedding(ids.to(expert.device)).float().cpu()
+        its = carried[ids]
+        if own.shape != its.shape or (its.float() - own).norm() > allowed * own.norm() + 1e-6:
+            raise UserError(
+                f"{where} holds an embed_tokens.weight that differs from the embedding of {expert.name}: it was trained"
+                " with an embedding of its own, or for another expert, and only heads that share the expert's are"
+                " supported"
+            )
 
 
 def check_amateur(config: Eagle3Config, expert, amateur, where: str) -> None:

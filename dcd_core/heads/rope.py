@@ -73,7 +73,7 @@ def frequencies(
     """Inverse frequencies in fp32 and the factor on cos and sin.
 
     Raises:
-        UserError: a scaling that is unknown, or whose frequencies depend on the sequence length.
+        UserError: a scaling that is unknown or lacks a setting, or whose frequencies depend on the sequence length.
     """
     if scaling is None:
         steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
@@ -81,17 +81,20 @@ def frequencies(
     kind = scaling["rope_type"]
     if kind not in ("linear", "llama3", "yarn"):
         raise UserError(f"rope scaling {kind!r} is not supported by draft heads; use default, linear, llama3 or yarn")
-    config = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=max_positions,
-        rope_parameters={"rope_theta": theta, **scaling},
-    )
-    # real numbers also where a caller builds a head without weights on the meta device
-    with torch.device("cpu"):
-        inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    try:
+        config = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            rope_parameters={"rope_theta": theta, **scaling},
+        )
+        # real numbers also where a caller builds a head without weights on the meta device
+        with torch.device("cpu"):
+            inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"rope scaling {scaling} is not complete: {' '.join(str(error).split())}") from error
     return inverse.float(), float(factor)
 
 
