@@ -32,6 +32,7 @@ from dcd_core.cache import KVCache
 from dcd_core.errors import UserError
 from dcd_core.load_errors import one_line_errors
 from dcd_core.model_check import check_model
+from dcd_core.packages import refuse_missing_tokenizer_packages
 from dcd_core.quantisation import computing_dtype, is_quantised, loading_arguments
 
 LOG = logging.getLogger(__name__)
@@ -248,12 +249,14 @@ def load_tokenizer(name_or_path: str):
     """The tokenizer of a model folder or hub id.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or the packages that read it are not installed.
     """
     refuse_missing_folder(name_or_path)
+    refuse_missing_tokenizer_packages(name_or_path)
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
+        refuse_missing_tokenizer_packages(name_or_path)  # of a hub id, whose files are there now
         reason = first_line(error).rstrip(":").removesuffix(" from one of")
         raise UserError(f"{name_or_path} holds no tokenizer that can be loaded (is it a model's?): {reason}") from error
 

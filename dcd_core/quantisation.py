@@ -7,7 +7,6 @@ tensor subclasses, as the method likes. So nothing here reads a stored weight: t
 from __future__ import annotations
 
 import copy
-import importlib.util
 
 import torch
 import transformers
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from dcd_core.errors import UserError
+from dcd_core.packages import installed
 
 PACKAGES = {
     "aqlm": ("aqlm[gpu,cpu]",),
@@ -42,8 +42,6 @@ PACKAGES = {
     "vptq": ("vptq",),
 }
 """What pip installs for each method, beside accelerate, which places all of them on the device."""
-MODULES = {"amd-quark": "quark", "flute-kernel": "flute", "optimum-quanto": "optimum.quanto"}
-"""Packages whose module is not called as they are."""
 CUDA_ONLY = ("eetq", "fbgemm_fp8", "fp_quant", "higgs", "spqr", "vptq")
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types of a weight that can be multiplied as it is; fp8 counts as floating point too, and cannot."""
@@ -103,15 +101,6 @@ def cannot_use(name: str, settings: dict, device: torch.device, error: Exception
     method = method_of(settings) or "an unnamed method"
     reason = " ".join(str(error).split()) or type(error).__name__
     return UserError(f"{name} is quantised with {method} and cannot be used on {device}: {reason}")
-
-
-def installed(package: str) -> bool:
-    """Whether Python finds a package, named as pip names it."""
-    name = package.split("[")[0]
-    try:
-        return importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is not None
-    except ModuleNotFoundError:  # the package around it
-        return False
 
 
 def quoted(package: str) -> str:

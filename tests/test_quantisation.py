@@ -1,8 +1,6 @@
 """Quantised experts and amateurs: they decode and train heads like any other, or are refused in one line."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dcd_core.quantisation as quantisation
 from dcd_core.config import run_entry
 from dcd_core.contrast import Target
+from dcd_core.custom_generate import contrastive
 from dcd_core.decode import Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.generate import main as generate
@@ -22,7 +21,8 @@ from dcd_core.heads.checkpoint import load_head
 from dcd_core.methods import METHODS
 from dcd_core.model_identity import model_identity
 from dcd_core.models import LanguageModel, load_model, load_pair, load_scorer
-from dcd_core.quantisation import computing_dtype, installed, linear_rows, output_rows, plain_weight
+from dcd_core.packages import installed
+from dcd_core.quantisation import computing_dtype, linear_rows, output_rows, plain_weight
 from train.amateur import main as train_amateur
 from train.eagle3 import main as train_eagle3
 
@@ -170,6 +170,15 @@ def test_a_head_trains_on_a_quantised_expert(folders, tmp_path, how):
     assert [generation.ids for generation in drafted] == [generation.ids for generation in plain]
 
 
+def test_transformers_own_generate_gives_the_same_text(folders):
+    expert, amateur = map(str, folders("bitsandbytes"))
+    model = AutoModelForCausalLM.from_pretrained(expert, device_map={"": "cpu"})
+    pair, prompt = load_pair(expert, amateur, device="cpu"), PROMPTS[1].ids
+    given = {"custom_generate": contrastive, "method": "cd", "amateur": amateur, "alpha": 0.5, "max_new_tokens": TOKENS}
+    ids = model.generate(torch.tensor([prompt]), do_sample=False, eos_token_id=None, pad_token_id=1, **given)
+    assert ids[0, len(prompt) :].tolist() == greedy_cd(pair, prompt, 0.5, TOKENS)
+
+
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]])
 def test_no_amateur_is_cut_from_a_quantised_expert(tmp_path, capsys, dry):
     toy = make_toy(tmp_path / "toy")
@@ -215,14 +224,13 @@ def test_settings_that_say_too_little_are_one_line(tmp_path, capsys, settings):
     assert capsys.readouterr().err.strip().count("\n") == 0
 
 
-def test_the_whole_script_shows_no_traceback(tmp_path):
-    """Also where a package is looked for by transformers before it is looked for here."""
+def test_what_transformers_looks_for_itself_is_one_line_too(tmp_path, capsys, monkeypatch):
+    """A package that is there and broken, or too old."""
     folder = save_marked(tmp_path / "model", {"quant_method": "hqq", **INSTALLED_NOWHERE["hqq"]})
-    code = "import dcd_core.quantisation as q; q.installed = lambda _: True; from dcd_core.config import run_entry; "
-    code += "from dcd_core.generate import main; import sys; sys.exit(run_entry(main))"
-    flags = [f"--expert={folder}", "--method=ar", "--prompt=w1"]
-    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True)
-    assert done.returncode == 2 and "Traceback" not in done.stderr and "hqq" in done.stderr
+    monkeypatch.setattr(quantisation, "installed", lambda package: True)
+    assert run_entry(lambda: generate([f"--expert={folder}", "--method=ar", "--prompt=w1"])) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and "hqq" in said
 
 
 def test_a_method_that_fails_while_loading_or_in_its_first_pass_is_one_line(folders, monkeypatch):
