@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from dcd_core.errors import UserError
@@ -32,10 +31,9 @@ def one_line_errors(name: str, config, dtype: torch.dtype, device: torch.device)
             raise out_of_memory(name, config, dtype, torch.device("cpu")) from error
         if settings is not None:  # packages of many makers: a broken one fails in any way
             raise cannot_use(name, settings, device, error) from error
-        if isinstance(error, (OSError, ValueError, RuntimeError, SafetensorError)):
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"cannot load the weights of {name!r}: {reason}") from error
-        raise
+        # values of config.json that no weights fit make transformers raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(f"cannot load the weights of {name!r}: {type(error).__name__}: {reason}") from error
 
 
 def out_of_memory(name: str, config, dtype: torch.dtype, device: torch.device) -> UserError:

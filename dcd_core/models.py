@@ -255,7 +255,7 @@ def load_tokenizer(name_or_path: str):
     refuse_missing_tokenizer_packages(name_or_path)
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # a damaged file makes transformers and tokenizers raise anything
         refuse_missing_tokenizer_packages(name_or_path)  # of a hub id, whose files are there now
         reason = first_line(error).rstrip(":").removesuffix(" from one of")
         raise UserError(f"{name_or_path} holds no tokenizer that can be loaded (is it a model's?): {reason}") from error
@@ -277,7 +277,7 @@ def load_whole_config(name_or_path: str):
     refuse_missing_folder(name_or_path)
     try:
         return AutoConfig.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file makes transformers raise anything
         raise UserError(f"no model at {name_or_path!r} (a local folder or a hub id): {first_line(error)}") from error
 
 
