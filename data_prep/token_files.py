@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from dcd_core.errors import UserError
 from dcd_core.files import atomic_path
+from dcd_core.text_files import refuse_pointer
 
 SCHEMA = pa.schema(
     [
@@ -48,20 +49,20 @@ class Sample:
         return mask
 
 
-def span_fault(sample: Sample) -> str:
+def span_fault(spans: Iterable[tuple[int, int]], length: int) -> str:
     """What is wrong with the spans, which must be ordered, disjoint, not empty, and inside; empty if nothing is."""
     last = 0
-    for start, end in sample.answer_spans:
+    for start, end in spans:
         # an answer at position 0 would have no token to be predicted from
-        if not max(last, 1) <= start < end <= len(sample.input_ids):
-            return f"answer span [{start}, {end}) is empty, out of order or outside its {len(sample.input_ids)} tokens"
+        if not max(last, 1) <= start < end <= length:
+            return f"answer span [{start}, {end}) is empty, out of order or outside its {length} tokens"
         last = end
     return ""
 
 
 def check_sample(sample: Sample) -> None:
     """Raises UserError unless there are spans, as in `span_fault`, and no negative ids."""
-    fault = span_fault(sample)
+    fault = span_fault(sample.answer_spans, len(sample.input_ids))
     if fault:
         raise UserError(f"sample '{sample.id}': {fault}: write the token file again")
     if not sample.answer_spans:
@@ -119,6 +120,8 @@ def _open(path: str | Path) -> pq.ParquetFile:
     if not Path(path).is_file():
         what = "it is a folder" if Path(path).is_dir() else "there is no such file"
         raise UserError(f"{path} cannot be read as a token file ({what}): make it with data_prep/tokenise.py")
+    with Path(path).open("rb") as start:
+        refuse_pointer(start.read(64), str(path))
     try:
         file = pq.ParquetFile(path)
     except (OSError, pa.ArrowInvalid) as error:
