@@ -1,20 +1,25 @@
 """Messages -> text -> ids, by the tokenizer's own chat template, and which ids end an answer.
 
 Ids are always made from the rendered text without adding special tokens: templates write their own beginning-of-text
-token, and a second one changes what the model says without any error.
+token, and a second one changes what the model says without any error. Where an answer begins is what the template says
+with add_generation_prompt; a template on which that has no effect is asked with answers of our own (`before_answer`).
 """
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
 from transformers import GenerationConfig
 
 from dcd_core.errors import UserError
+from dcd_core.message_fields import REASONING, message_texts
 from dcd_core.models import id_table, load_tokenizer
 
 Messages = list[dict[str, str]]
+PROBES = ("Yes, it is.", "no", "42")
+"""Answers that a template writes as they are; they share no first character."""
 
 
 def load_chat_tokenizer(name_or_path: str):
@@ -57,8 +62,8 @@ def stop_ids(tokenizer, model: str | Path) -> tuple[int, ...]:
 
 class Chat:
     """One model's way to write conversations: tokenizer, template arguments, end-of-turn ids (`stops`), `hash`, the
-    number of ids (`vocabulary`), and the `control` tokens that no message may spell out. Raises UserError where the
-    functions it is made of do."""
+    number of ids (`vocabulary`), the `control` tokens that no message may spell out, the `filler` between a prompt and
+    an answer, and whether it `writes_reasoning`. Raises UserError where the functions it is made of do."""
 
     def __init__(self, model: str, arguments: dict | None = None):
         self.arguments = arguments or {}
@@ -67,6 +72,8 @@ class Chat:
         self.hash = tokenizer_hash(self.tokenizer)
         self.vocabulary = len(id_table(self.tokenizer))
         self.control = control_tokens(self.tokenizer, self.stops, **self.arguments)
+        self.filler = answer_filler(self.tokenizer, **self.arguments)
+        self.writes_reasoning = writes_reasoning(self.tokenizer, **self.arguments)
 
     def text(self, messages: Messages, generation_prompt: bool = False) -> str:
         """See `render`."""
@@ -78,8 +85,7 @@ class Chat:
 
     def spelled_out(self, messages: Messages) -> str | None:
         """The first control token that a message's text contains."""
-        found = (token for message in messages for token in self.control if token in message["content"])
-        return next(found, None)
+        return next((token for text in message_texts(messages) for token in self.control if token in text), None)
 
 
 def template_arguments(text: str) -> dict:
@@ -98,9 +104,68 @@ def template_arguments(text: str) -> dict:
 def render(tokenizer, messages: Messages, generation_prompt: bool = False, **arguments) -> str:
     """The conversation as text; with `generation_prompt` it ends where the assistant's next answer begins.
 
-    Raises jinja2's TemplateError when the template refuses the messages (roles out of order, no system prompts, ...).
+    Raises jinja2.TemplateError when the template refuses the messages (roles out of order, no system prompts, ...), and
+    when it does not show where an answer begins.
     """
+    text = _applied(tokenizer, messages, generation_prompt, **arguments)
+    if generation_prompt and text == _applied(tokenizer, messages, False, **arguments):
+        return before_answer(tokenizer, messages, **arguments)
+    return text
+
+
+def before_answer(tokenizer, messages: Messages, **arguments) -> str:
+    """What the template writes before an answer to `messages`, whatever the answer is: what its renderings with several
+    answers share.
+
+    Spaces at the end that the tokenizer joins with the answer's first word are not part of it. Raises TemplateError if
+    the template refuses the messages, or what the renderings share does not end right before the answer.
+    """
+    texts = [_applied(tokenizer, [*messages, _answer(probe)], False, **arguments) for probe in PROBES]
+    shared = os.path.commonprefix(texts)
+    # another question must come before the answer too, and so change what is shared
+    changed = [*messages[:-1], messages[-1] | {"content": "and " + messages[-1]["content"]}]
+    other = _applied(tokenizer, [*changed, _answer(PROBES[0])], False, **arguments)
+    begins = all(text[len(shared) :].startswith(probe) for text, probe in zip(texts, PROBES, strict=True))
+    if not begins or other.startswith(shared):
+        raise TemplateError(
+            "it does not show where an answer begins, neither by add_generation_prompt nor by an answer"
+        )
+    while not all(_starts(encode(tokenizer, text), encode(tokenizer, shared)) for text in texts):
+        if not shared[-1:].isspace():
+            raise TemplateError("the tokenizer joins the assistant's header with the answer")
+        shared = shared[:-1]
+    return shared
+
+
+def answer_filler(tokenizer, **arguments) -> str:
+    """What the template writes between the generation prompt and an answer that is given to it, as Qwen3 does with an
+    empty pair of <think> tags: no part of the answer. Empty if there is none, or no answer begins with that prompt."""
+    question = [{"role": "user", "content": "a"}]
+    prompt = render(tokenizer, question, True, **arguments)
+    try:
+        written = before_answer(tokenizer, question, **arguments)
+    except TemplateError:
+        return ""
+    return written[len(prompt) :] if written.startswith(prompt) else ""
+
+
+def writes_reasoning(tokenizer, **arguments) -> bool:
+    """Whether the template writes what was thought before an answer."""
+    question, answer = {"role": "user", "content": "a"}, _answer("b")
+    with_it = _applied(tokenizer, [question, answer | {REASONING[0]: "c"}], False, **arguments)
+    return with_it != _applied(tokenizer, [question, answer], False, **arguments)
+
+
+def _applied(tokenizer, messages: Messages, generation_prompt: bool, **arguments) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt, **arguments)
+
+
+def _answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def _starts(ids: list[int], first: list[int]) -> bool:
+    return ids[: len(first)] == first
 
 
 def encode(tokenizer, text: str) -> list[int]:
