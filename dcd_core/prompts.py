@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from jinja2 import TemplateError
 
 from dcd_core.chat import Messages, render_ids, stop_ids
 from dcd_core.decode_types import Prompt
 from dcd_core.errors import UserError
+from dcd_core.message_fields import joined_text, message_texts, unread_field
 from dcd_core.models import load_tokenizer
+from dcd_core.text_files import text_lines
 
 EXPECTED = (
     "a prompt is {id, messages: [{role, content}]} with a user message, or {prompt}; data_prep/conversations.py makes "
@@ -56,9 +59,9 @@ def prompt_ids(
     Raises:
         UserError: nothing in it, no chat template, a template that refuses it, or a raw conversation.
     """
-    text = content if isinstance(content, str) else _last_text(content, where)
-    _refuse_no_text([content] if isinstance(content, str) else [message["content"] for message in content], where)
-    if not text.strip():
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else _as_text(content, where)
+    _refuse_no_text(message_texts(messages), where)
+    if not messages or not messages[-1]["content"].strip():
         raise UserError(f"{where} is empty; give at least one word")
     if raw:
         if not isinstance(content, str):
@@ -69,14 +72,13 @@ def prompt_ids(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template, so messages cannot be turned into a "
             "prompt: use an instruction-tuned model, or raw texts where they are offered"
         )
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     try:
         return render_ids(tokenizer, messages, True, **template_arguments)
     except TemplateError as problem:
         raise UserError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {problem}") from None
 
 
-def _refuse_no_text(texts: list[str], where: str) -> None:
+def _refuse_no_text(texts: Iterable[str], where: str) -> None:
     """Refuse what only looks like text: bytes that are no UTF-8 reach Python as lone surrogates."""
     for text in texts:
         try:
@@ -85,21 +87,28 @@ def _refuse_no_text(texts: list[str], where: str) -> None:
             raise UserError(f"{where} is no valid text ({problem.reason} at {problem.start}); give UTF-8") from None
 
 
-def _last_text(messages: Messages, where: str) -> str:
-    if not messages:
-        return ""
+def _as_text(messages: Messages, where: str) -> Messages:
+    """The messages with one text as content each."""
+    found = []
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError(f"{where} holds a message without role and content as text; {EXPECTED}")
-    return messages[-1]["content"]
+        try:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ValueError("no role")
+            found.append(message | {"content": joined_text(message.get("content"))})
+            if not all(isinstance(text, str) for text in message_texts(found[-1:])):
+                raise ValueError("reasoning that is not text")
+        except ValueError as reason:
+            raise UserError(
+                f"{where} holds a message without role and content as text ({reason}); {EXPECTED}"
+            ) from None
+    return found
 
 
-def _lines(path: str) -> list[tuple[int, str]]:
+def _lines(path: str) -> Iterator[tuple[int, str]]:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"cannot read the prompts in {path}: {getattr(problem, 'strerror', None) or problem}") from None
-    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        yield from text_lines(path)
+    except OSError as problem:
+        raise UserError(f"cannot read the prompts in {path}: {problem.strerror or problem}") from None
 
 
 def _record(line: str, where: str, number: int) -> tuple[str, str | Messages]:
@@ -113,11 +122,19 @@ def _record(line: str, where: str, number: int) -> tuple[str, str | Messages]:
     for name, kind in (("id", str | int), ("messages", list)):
         if not isinstance(record, dict) or not isinstance(record.get(name), kind):
             raise UserError(f"{where} has no '{name}'; {EXPECTED}")
+    messages = _as_text(record["messages"], where)
+    lost = unread_field(record)
+    if lost:
+        raise UserError(f"{where} has the field '{lost}', which is not read here; {EXPECTED}")
     if "prompt" in record:
         return str(record["id"]), record["prompt"]
-    messages = record["messages"]
-    _last_text(messages, where)
     users = [index for index, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         raise UserError(f"{where} has no user message; {EXPECTED}")
+    gap = next((place for place, after in pairwise(users) if after == place + 1), None)
+    if gap is not None:
+        raise UserError(
+            f"{where}: messages {gap + 1} and {gap + 2} are both the user's, without the answer between them; "
+            "data_prep/regenerate.py answers such questions in turn"
+        )
     return str(record["id"]), messages[: users[-1] + 1]

@@ -1,20 +1,18 @@
 """Conversations: known shapes become one shape, and whatever is left out is counted by its reason."""
 
+import gzip
 import json
 import zipfile
 
 import pytest
+from raw_chats import run, share
 
 from data_prep import raw_records
 from data_prep.conversations import main
 from data_prep.messages import read_conversations
+from dcd_core import text_files
 from dcd_core.errors import UserError
 from dcd_core.files import cache_dir, file_hash
-
-
-def share(name, *turns):
-    return {"id": name, "conversations": [{"from": role, "value": text} for role, text in turns]}
-
 
 # One record for every reason, then two good ones; the file is cut off in the middle of the last.
 SHAREGPT = [
@@ -36,17 +34,9 @@ def write_cut(path):
     return path
 
 
-def run(tmp_path, source, *flags):
-    out = tmp_path / "out.jsonl"
-    out.unlink(missing_ok=True)
-    assert main(["--source", str(source), "--out", str(out), *flags]) == 0
-    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
-    return list(read_conversations(out)), report
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
 def test_a_file_that_is_cut_off_is_read_to_its_last_whole_record(tmp_path, monkeypatch, capsys, chunk):
-    monkeypatch.setattr(raw_records, "CHUNK", chunk)
+    monkeypatch.setattr(text_files, "CHUNK", chunk)
     records, report = run(tmp_path, write_cut(tmp_path / "cut.json"))
     assert [record["id"] for record in records] == ["a", "g"]
     assert records[0]["messages"] == [
@@ -189,7 +179,17 @@ def test_a_hub_data_set_is_asked_for_by_id_subset_and_split(tmp_path, monkeypatc
         (b"", "is empty"),
         (b"[]", "not one whole JSON record"),
         (b"[{]", "not one whole JSON record"),
-        (b'\xff\xfe{"a": 1}', "is not UTF-8 text: line 1, byte 0 "),
+        (b'{"a": 1}\n\xff', "is not UTF-8 text: line 2, byte 9 "),
+        ('{"a": 1}\n'.encode("utf-16") + b"\x00\xdc", "is not UTF-16 text: line 2, byte 20 "),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n",
+            "Git LFS pointer, not the data: run git",
+        ),
+        (b"(\xb5/\xfd and so on", "is compressed with zstd: unpack it first"),
+        (b"PAR1 and so on", "cannot be read as parquet"),
+        (gzip.compress(b'{"prompt": "a"}' * 99)[:-20], "is no whole gzip file"),
+        (b"\x1f\x8b and so on", "is no whole gzip file"),
+        (gzip.compress(b"[]"), "not one whole JSON record"),
         (b'{"prompt": "a"}\n{"prompt": "\xc3("}', "is not UTF-8 text: line 2, byte 28 .invalid continuation byte"),
         (b"[" * 100_000, "record 1 cannot be read .nested too deeply"),
         (b'{"id": "x", "conversations": []}\n', "no usable conversation .1 x empty conversation"),
@@ -203,11 +203,11 @@ def test_content_without_a_conversation_is_refused_and_nothing_is_written(tmp_pa
 
 
 def test_an_endless_record_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(raw_records, "CHUNK", 16)
+    monkeypatch.setattr(text_files, "CHUNK", 16)
     monkeypatch.setattr(raw_records, "LONGEST_RECORD", 100)
     for text in ('[{"id": "a', '{"id": "a'):
         (tmp_path / "bad.json").write_text(text + "x" * 500)
-        with pytest.raises(UserError, match="follows record 0"):
+        with pytest.raises(UserError, match="follows record 0|line 1 is longer"):
             run(tmp_path, tmp_path / "bad.json")
 
 
@@ -299,7 +299,7 @@ def test_a_line_nested_too_deeply_is_counted(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1 << 20])
 def test_a_wrong_byte_is_named_wherever_it_stands(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(raw_records, "CHUNK", chunk)
+    monkeypatch.setattr(text_files, "CHUNK", chunk)
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "\xc3\xa4"}\n\n{"prompt": "\xc3("}\n')
     with pytest.raises(UserError, match=r"line 3, byte 33 "):
         run(tmp_path, tmp_path / "b.jsonl")
@@ -335,6 +335,15 @@ def test_readers_name_the_line_and_what_is_wrong_with_it(tmp_path):
             "line 3 has messages in no usable order .not opened",
         ),
         ({**good, "id": "b", "messages": [{"role": "user", "content": "\ud800"}]}, "line 3 has half a character"),
+        ({**good, "id": "b", "system": "be brief"}, "line 3 has the field 'system', which is not read here"),
+        (
+            {**good, "id": "b", "messages": [{**good["messages"][0], "train": False}]},
+            "line 3 has the field 'message.train",
+        ),
+        (
+            {**good, "id": "b", "messages": [{**good["messages"][0], "weight": 2}]},
+            "line 3 has a message with a 'weight'",
+        ),
         (good, "line 3: id 'a' is there twice"),
         ([1], "line 3 is no conversation"),
     ]
@@ -349,7 +358,7 @@ def test_readers_name_the_line_and_what_is_wrong_with_it(tmp_path):
         with pytest.raises(UserError, match=message):
             list(read_conversations(path))
     path.write_bytes(json.dumps(good).encode() + b'\n{"id": "\xff"}\n')
-    with pytest.raises(UserError, match="line 2: byte 8 of the line is not UTF-8"):
+    with pytest.raises(UserError, match="is not UTF-8 text: line 2, byte 83"):
         list(read_conversations(path))
     with pytest.raises(UserError, match="cannot be read as conversations .Is a directory"):
         list(read_conversations(tmp_path))

@@ -1,10 +1,14 @@
 """Prompts become ids by the chat template or as they are, from every form in which they are given."""
 
+import gzip
 import json
+from pathlib import Path
 
 import pytest
+from chat_templates import TEMPLATES, with_template
 from tiny import save_tiny, tiny_tokenizer
 
+from dcd_core.chat import Chat, encode
 from dcd_core.errors import UserError
 from dcd_core.prompts import prompt_ids, read_prompts
 
@@ -35,7 +39,7 @@ def test_a_raw_text_is_what_the_tokenizer_makes_of_it():
 
 def test_values_for_the_template_reach_it():
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ word }} {{ messages[0]['content'] }}"
+    tokenizer.chat_template = "{{ word }} {% for m in messages %}{{ ' ' + m['content'] }}{% endfor %}"
     assert prompt_ids(tokenizer, "w1", word="w5") == tokenizer("w5 w1")["input_ids"]
 
 
@@ -106,3 +110,62 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(expert, tmp_path):
     (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": "w1"}).encode() + b"\n")
     (found,) = read_prompts(str(tmp_path / "bom.jsonl"), expert)[0]
     assert found.ids == prompt_ids(TOKENIZER, "w1")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_later_prompts_are_what_the_template_gives(expert, tmp_path, name):
+    with_template(tmp_path, Path(expert), TEMPLATES[name])
+    talk = [
+        *QUESTION,
+        {"role": "assistant", "content": "w80 w4 w81 w3", "weight": 0},
+        {"role": "user", "content": "w5"},
+    ]
+    (found,) = read_prompts(written(tmp_path, {"id": "a", "messages": talk}), str(tmp_path))[0]
+    chat = Chat(str(tmp_path))
+    assert found.ids == chat.ids(talk, generation_prompt=True)
+    answered = chat.text([*talk, {"role": "assistant", "content": "w6"}])
+    if name != "marks the last turn":
+        assert encode(chat.tokenizer, answered)[: len(found.ids)] == found.ids
+    if name in ("Qwen3", "drops earlier thinking"):
+        assert "w80" not in chat.tokenizer.decode(found.ids)
+
+
+def test_parts_of_text_are_one_text(expert, tmp_path):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]}]
+    lines = prompt_ids(TOKENIZER, [{"role": "user", "content": "w1\nw2"}])
+    assert prompt_ids(TOKENIZER, parts) == lines
+    assert read_prompts(written(tmp_path, {"id": "a", "messages": parts}), expert)[0][0].ids == lines
+    parts[0]["content"].append({"type": "image_url"})
+    with pytest.raises(UserError, match="content of type 'image_url'"):
+        prompt_ids(TOKENIZER, parts)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "w1", "system": "w2"},
+        {"id": "a", "messages": QUESTION, "system": "w2"},
+        {"id": "a", "messages": QUESTION, "tools": [{"name": "f"}]},
+        {"id": "a", "messages": [{**QUESTION[0], "images": ["x"]}]},
+        {"id": "a", "messages": [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [{}]}, *QUESTION]},
+    ],
+)
+def test_what_a_prompt_file_says_and_is_not_read_is_refused_by_its_name(expert, tmp_path, record):
+    with pytest.raises(UserError, match="line 1 has the field '.*data_prep/conversations.py"):
+        read_prompts(written(tmp_path, record), expert)
+
+
+def test_questions_without_the_answers_between_are_no_prompt(expert, tmp_path):
+    questions = [{"role": "user", "content": text} for text in ("w1", "w2")]
+    with pytest.raises(UserError, match="messages 1 and 2 are both the user's.*regenerate.py"):
+        read_prompts(written(tmp_path, {"id": "a", "messages": questions}), expert)
+
+
+def test_a_file_in_another_form_holds_the_same_prompts(expert, tmp_path):
+    line = json.dumps({"prompt": "w1"}) + "\n"
+    for content in (line.encode("utf-16"), gzip.compress(line.encode())):
+        (tmp_path / "p.jsonl").write_bytes(content)
+        assert read_prompts(str(tmp_path / "p.jsonl"), expert)[0][0].ids == prompt_ids(TOKENIZER, "w1")
+    (tmp_path / "p.jsonl").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match="is a Git LFS pointer"):
+        read_prompts(str(tmp_path / "p.jsonl"), expert)
