@@ -1,7 +1,9 @@
 """Answering conversations: the ids that a model reads and writes, turn after turn, are kept as they were.
 
-Decoding an answer to text and encoding it again changes some ids, so the next prompt is never made from text: it is the
-ids so far, verbatim, and the ids of what the template puts between an answer and the next one.
+The next prompt is what the chat template makes of the conversation so far. Where that begins as what was read and
+written, it is these ids, verbatim, because decoding text and encoding it again changes some, and the ids of what the
+template puts between an answer and the next one. Where the template rewrites earlier turns (it trims answers, or drops
+their thinking), the next prompt is a new sequence.
 """
 
 import hashlib
@@ -10,16 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from data_prep.messages import Skip
-from dcd_core.chat import Chat, Messages, TemplateError
+from dcd_core.chat import Chat, Messages, TemplateError, encode
 from dcd_core.decode import Generation, Prompt
 
-# Stands for every answer when rendered texts are compared; a text that no template trims or rewrites.
-STAND_IN = "ANSWER"
+ELSEWHERE = (0, 0)
+"""The span of an answer in a sequence that it was not written in."""
 
 
 @dataclass
 class Work:
-    """One conversation, one sample of it, while it is being answered. `ids` is the next prompt while `open`."""
+    """One conversation, one sample of it, while it is being answered. `ids` is the next prompt while `open`; `spans`
+    has one span for each answer, ELSEWHERE for those of `earlier` sequences, which the template has rewritten since."""
 
     record: dict
     sample: int
@@ -27,6 +30,7 @@ class Work:
     messages: Messages
     questions: list[dict]
     spans: list[tuple[int, int]] = field(default_factory=list)
+    earlier: list[dict] = field(default_factory=list)
     finish: str = ""
     open: bool = True
 
@@ -43,10 +47,19 @@ class Work:
             "source": self.record.get("source", ""),
             "sample": self.sample,
             "finish": self.finish,
-            "input_ids": self.ids,
-            "answer_spans": [list(span) for span in self.spans],
+            **self.sequence(),
+            **({"earlier_sequences": self.earlier} if self.earlier else {}),
             "tokenizer": chat.hash,
         }
+
+    def sequence(self) -> dict:
+        """What was read and written since the template last rewrote something."""
+        return {"input_ids": self.ids, "answer_spans": [list(span) for span in self.spans]}
+
+
+def sequences(record: dict) -> list[dict]:
+    """All pairs of input_ids and answer_spans of a stored record, the last one last."""
+    return [*record.get("earlier_sequences", []), record]
 
 
 def first_prompt(record: dict, chat: Chat, room: int) -> tuple[list[int], Messages, list[dict]]:
@@ -120,27 +133,27 @@ def take(work: Work, generation: Generation, chat: Chat, room: int) -> None:
     if generation.finish != "stop":
         raise Skip("the answer before has no end")
     question, *rest = work.questions
-    following = work.ids + between(work.messages, question, chat)
-    if len(following) > room:
-        raise Skip(f"prompt longer than {room} tokens")
-    work.ids, work.messages, work.questions = following, [*work.messages, question], rest
-
-
-def between(messages: Messages, question: dict, chat: Chat) -> list[int]:
-    """Ids of what the template writes after an answer's end-of-turn token, up to where the next answer begins.
-
-    `messages` end with that answer. Found by comparing rendered texts, with one fixed word for each answer. Raises Skip
-    when the template does not simply append.
-    """
-    plain = [{**m, "content": STAND_IN} if m["role"] == "assistant" else m for m in messages]
     try:
-        before = chat.text(plain[:-1], generation_prompt=True) + STAND_IN
-        after = chat.text([*plain, question], generation_prompt=True)
+        added = appended(work.messages, question, chat)
+        # the answer's own end-of-turn token is among `ids` already, and must be the template's
+        appends = added[:1] == work.ids[-1:]
+        prompt = work.ids + added[1:] if appends else chat.ids([*work.messages, question], generation_prompt=True)
     except TemplateError as error:
         raise Skip(f"the chat template refuses the next question ({error})") from None
-    if not after.startswith(before):
-        raise Skip("the chat template rewrites earlier turns")
-    ids = chat.tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]
-    if not ids or ids[0] not in chat.stops:
-        raise Skip("the chat template writes no end-of-turn token after an answer")
-    return ids[1:]
+    if len(prompt) > room:
+        raise Skip(f"prompt longer than {room} tokens")
+    if not appends:
+        work.earlier = [*work.earlier, work.sequence()]
+        work.spans = [ELSEWHERE] * len(work.spans)
+    work.ids, work.messages, work.questions = prompt, [*work.messages, question], rest
+
+
+def appended(messages: Messages, question: dict, chat: Chat) -> list[int]:
+    """Ids of what the template writes after an answer, its end-of-turn token first, up to where the next answer begins.
+
+    `messages` end with that answer. Empty when the next prompt does not begin with the text up to there. Raises
+    TemplateError.
+    """
+    before = chat.text(messages[:-1], generation_prompt=True) + messages[-1]["content"]
+    after = chat.text([*messages, question], generation_prompt=True)
+    return encode(chat.tokenizer, after[len(before) :]) if after.startswith(before) else []

@@ -5,10 +5,14 @@
         --samples 2 --temperature 0.8 --max_new_tokens 256
     python data_prep/regenerate.py ... --method cd --amateur runs/demo/amateur --alpha 0.5
 
-Answers in the conversations are ignored; every question is answered in turn. Each record keeps the very ids that were
-read and written (input_ids, answer_spans); an answer that reaches --max_new_tokens has finish "length" and no
-end-of-turn token, and its conversation ends there. It may be stopped at any moment: finished batches are in
-<out>.partial-..., the same command goes on after them, and the result is the one of an uninterrupted run.
+Answers in the conversations are ignored, with their weights; every question is answered in turn. Each record keeps the
+very ids that were read and written (input_ids, and answer_spans, one for each answer). Where the chat template rewrites
+earlier turns, as Qwen3's does with thinking, the next prompt is a new sequence: those before are in earlier_sequences,
+and an answer has the span [0, 0] in each sequence that it was not written in. An answer that reaches --max_new_tokens
+has finish "length" and no end-of-turn token, and its conversation ends there.
+
+It may be stopped at any moment: finished batches are in <out>.partial-..., the same command goes on after them, and the
+result is the one of an uninterrupted run.
 """
 
 import dcd_core.environment  # noqa: F401  isort: skip
@@ -19,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from data_prep.answers import Work, answer_batch, plan
+from data_prep.answers import Work, answer_batch, plan, sequences
 from data_prep.finished import check_outputs, is_finished, report_path
 from data_prep.messages import read_conversations
 from data_prep.resumable import PartialFile
@@ -170,7 +174,9 @@ def run(config: Config, batches: list[list[Work]], answer: Callable, partial: Pa
             start, left_out = time.perf_counter(), Counter()
             results = answer(batch, left_out)
             seconds = time.perf_counter() - start
-            new = sum(end - first for record in results for first, end in record["answer_spans"])
+            new = sum(
+                end - first for record in results for part in sequences(record) for first, end in part["answer_spans"]
+            )
             partial.append(results, tokens=new, seconds=seconds, skipped=dict(left_out))
             tokens += new
             skips.update(left_out)
@@ -185,7 +191,9 @@ def write_answers(path: Path, partial: PartialFile, order: dict[str, int]) -> Co
         counts["conversations"] += 1
         counts["answers"] += len(record["answer_spans"])
         counts[f"finish_{record['finish']}"] += 1
-        counts["tokens"] += len(record["input_ids"])
+        counts["sequences"] += len(sequences(record))
+        counts["rewritten"] += len(sequences(record)) > 1
+        counts["tokens"] += sum(len(part["input_ids"]) for part in sequences(record))
     with path.open("wb") as file:
         for _, _, offset in sorted(places):
             file.write(partial.line_at(offset))
@@ -206,6 +214,11 @@ def print_report(report: dict, out: Path) -> None:
     print(
         f"{report.get('finish_length', 0)} of {report['conversations']} conversations end in an answer cut at its limit"
     )
+    if report["rewritten"]:
+        print(
+            f"{report['rewritten']} conversations in several sequences ({report['sequences']} in all): "
+            "the chat template rewrites earlier turns"
+        )
     speed = "{conversations} conversations, {answers} answers, {answer_tokens} answer tokens in {seconds:.0f} s"
     print(f"{speed.format(**report)}, {report['tokens_per_s']:.0f} tokens/s -> {out}")
 

@@ -4,8 +4,14 @@
 
 Records written by data_prep/regenerate.py carry the ids that the expert read and wrote; these are taken verbatim,
 because decoding and encoding text again changes some of them. For any other record the chat template is rendered turn
-by turn: the ids before an answer must be a prefix of the ids with it, else the conversation is skipped. An answer ends
-with its end-of-turn token, inclusive.
+by turn: the ids before an answer must be a prefix of the ids with it, else the conversation is skipped. An answer
+begins after all that the template writes before it (with Qwen3's an empty pair of <think> tags; give --template_args
+'{"enable_thinking": false}' here and for decoding, and prompts have it too), and ends with its end-of-turn token,
+inclusive. One of weight 0 is read by later turns and not trained on.
+
+Each answer follows the prompt that a model sees before it. Where the template rewrites earlier turns (as Qwen3's, which
+drops the thinking of earlier answers), a conversation becomes several samples, <id> and <id>/turn-N, each up to the
+next rewriting.
 
 A sample longer than --max_length is cut at an answer boundary: later answers are dropped whole, and a sample whose
 first answer does not fit is skipped. Everything left out is counted by reason, printed, and stored in the file's
@@ -17,19 +23,24 @@ import dcd_core.environment  # noqa: F401  isort: skip
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from data_prep.answers import ELSEWHERE
 from data_prep.messages import Skip, placed_conversations
 from data_prep.token_files import Sample, read_metadata, span_fault, write_tokens
-from dcd_core.chat import Chat, TemplateError, template_arguments
+from dcd_core.chat import Chat, TemplateError, encode, template_arguments
 from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import check_output_file, file_hash
+from dcd_core.message_fields import REASONING
 from dcd_core.progress import progress
 
 REMAKE = "make the file with data_prep/regenerate.py"
+Sequence = tuple[int, list[int], list[tuple[int, int]]]
+"""The turn of its first answer that is trained on, ids, and spans."""
 
 
 @dataclass
@@ -117,19 +128,25 @@ def input_hashes(paths: list[str]) -> dict[str, str]:
 
 
 def all_samples(config: Config, chat: Chat, counts: Counter) -> Iterator[Sample]:
-    """One sample per usable record, in order; everything else is counted."""
+    """The samples of all usable records, in order; everything else is counted."""
     names = set()
     for path in config.conversations:
         for place, record in progress(placed_conversations(path), label=f"tokenise {path}"):
             try:
-                sample = cut(to_sample(record, chat, place), config.max_length, counts)
-                if sample.id in names:
+                samples = to_samples(record, chat, place, counts)
+                if samples[0].id in names:
                     raise Skip("skipped: id already there from another file")
             except Skip as reason:
                 counts[str(reason)] += 1
                 continue
-            names.add(sample.id)
-            yield sample
+            names.add(samples[0].id)
+            if len(samples) > 1:
+                counts["conversations in several samples, because the chat template rewrites earlier turns"] += 1
+            for sample in samples:
+                try:
+                    yield cut(sample, config.max_length, counts)
+                except Skip as reason:
+                    counts[str(reason)] += 1
 
 
 def limited(samples: Iterator[Sample], limit_tokens: int) -> Iterator[Sample]:
@@ -152,34 +169,55 @@ def cut(sample: Sample, max_length: int, counts: Counter) -> Sample:
     return Sample(sample.id, sample.input_ids[: spans[-1][1]], spans)
 
 
-def to_sample(record: dict, chat: Chat, place: str) -> Sample:
-    """Ids and answer spans of one record, which stands at `place`. Raises Skip, or UserError as `verbatim` does."""
+def to_samples(record: dict, chat: Chat, place: str, counts: Counter) -> list[Sample]:
+    """One record, which stands at `place`, as ids and spans: a sample for each prefix that the template rewrites.
+
+    Raises Skip, or UserError as `verbatim` does.
+    """
+    name = record["id"]
     if "input_ids" in record:
-        return verbatim(record, chat, place)
-    token = chat.spelled_out(record["messages"])
-    if token:
-        raise Skip(f"skipped: {token} spelled out in a message")
-    try:
-        ids, spans = rendered(record["messages"], chat)
-    except TemplateError as error:
-        raise Skip(f"skipped: the chat template refuses it ({error})") from None
-    if not spans:
-        raise Skip("skipped: no answer in it")
-    return Sample(record["id"], np.array(ids, dtype=np.int32), tuple(spans))
+        name = f"{name}#{record['sample']}" if record.get("sample") else name
+        sequences = verbatim(record, chat, place)
+    else:
+        token = chat.spelled_out(record["messages"])
+        if token:
+            raise Skip(f"skipped: {token} spelled out in a message")
+        try:
+            sequences = rendered(record["messages"], chat, counts)
+        except TemplateError as error:
+            raise Skip(f"skipped: the chat template refuses it ({error})") from None
+    if not sequences:
+        raise Skip("skipped: no answer in it" + (" that is trained on" if has_answer(record) else ""))
+    return [
+        Sample(f"{name}/turn-{turn}" if number else name, np.array(ids, dtype=np.int32), tuple(spans))
+        for number, (turn, ids, spans) in enumerate(sequences)
+    ]
 
 
-def verbatim(record: dict, chat: Chat, place: str) -> Sample:
-    """The ids that were really used. Samples after the first get a name of their own.
+def has_answer(record: dict) -> bool:
+    """Whether an answer is there, trained on or not."""
+    return any(message["role"] == "assistant" for message in record["messages"])
 
-    Raises Skip where there is no answer, and UserError, beginning with `place`, for ids of another tokenizer or ids
-    and spans that cannot be.
+
+def verbatim(record: dict, chat: Chat, place: str) -> list[Sequence]:
+    """The ids that were really used: of the sequences that were rewritten later, then of the last one.
+
+    Raises UserError, beginning with `place`, for ids of another tokenizer or ids and spans that cannot be.
     """
     if record.get("tokenizer") != chat.hash:
         raise UserError(
             f"{place}: record '{record['id']}' was regenerated with another tokenizer than --expert's: "
             "give the expert that wrote the answers"
         )
-    ids, spans = record["input_ids"], record.get("answer_spans")
+    earlier = record.get("earlier_sequences", [])
+    if not isinstance(earlier, list) or not all(isinstance(part, dict) for part in earlier):
+        raise UserError(f"{place}: 'earlier_sequences' is no list of objects: {REMAKE}")
+    return [found for part in [*earlier, record] if (found := sequence(part, chat, place))]
+
+
+def sequence(part: dict, chat: Chat, place: str) -> Sequence | None:
+    """One checked pair of `input_ids` and `answer_spans`; None without an answer. Raises UserError as `verbatim`."""
+    ids, spans = part.get("input_ids"), part.get("answer_spans")
     if not isinstance(ids, list) or not all(type(index) is int for index in ids):
         raise UserError(f"{place}: 'input_ids' is no list of whole numbers: {REMAKE}")
     foreign = next((index for index in ids if not 0 <= index < chat.vocabulary), None)
@@ -187,41 +225,52 @@ def verbatim(record: dict, chat: Chat, place: str) -> Sample:
         raise UserError(f"{place}: id {foreign} is none of the tokenizer's, which go from 0 to {chat.vocabulary - 1}")
     if not isinstance(spans, list) or not all(_is_pair(span) for span in spans):
         raise UserError(f"{place}: 'answer_spans' is no list of [start, end]: {REMAKE}")
-    if not spans:
-        raise Skip("skipped: no answer in it")
-    name = f"{record['id']}#{record['sample']}" if record.get("sample") else record["id"]
-    sample = Sample(name, np.array(ids, dtype=np.int32), tuple((start, end) for start, end in spans))
-    fault = span_fault(sample)
+    written = [(turn, tuple(span)) for turn, span in enumerate(spans) if tuple(span) != ELSEWHERE]
+    fault = span_fault([span for _, span in written], len(ids))
     if fault:
         raise UserError(f"{place}: {fault}: {REMAKE}")
-    return sample
+    return (written[0][0], ids, [span for _, span in written]) if written else None
 
 
 def _is_pair(span: object) -> bool:
     return isinstance(span, list) and len(span) == 2 and all(type(edge) is int for edge in span)
 
 
-def rendered(messages: list[dict], chat: Chat) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids up to the last answer's end, and the spans of the answers."""
+def rendered(messages: list[dict], chat: Chat, counts: Counter) -> list[Sequence]:
+    """Ids up to the last answer's end, and the spans of the answers; a new sequence where earlier ids change."""
     roles = [message["role"] for message in messages]
-    if any(pair == ("user", "user") for pair in zip(roles, roles[1:], strict=False)):
+    if any(pair == ("user", "user") for pair in pairwise(roles)):
         raise Skip("skipped: questions without answers between them")
-    ids: list[int] = []
-    spans = []
-    for place, role in enumerate(roles):
-        if role != "assistant":
+    sequences: list[Sequence] = []
+    answers = [place for place, role in enumerate(roles) if role == "assistant"]
+    for turn, place in enumerate(answers):
+        if messages[place].get("weight", 1) == 0:
+            counts["answers of weight 0, not trained on"] += 1
             continue
-        before = chat.ids(messages[:place], generation_prompt=True)
-        after = chat.ids(messages[: place + 1])
-        # the second half: templates that rewrite earlier answers would move the spans found so far
-        if after[: len(before)] != before or before[: len(ids)] != ids:
-            raise Skip("skipped: its ids with an answer do not begin with those before it")
+        if messages[place].get(REASONING[0]) and not chat.writes_reasoning:
+            counts[f"answers without their '{REASONING[0]}', which the chat template does not write"] += 1
+        before, after = answered(messages[: place + 1], chat, counts)
         end = next((at + 1 for at in range(len(before), len(after)) if after[at] in chat.stops), None)
         if end is None:
             raise Skip("skipped: an answer is rendered without an end-of-turn token")
-        ids = after[:end]
-        spans.append((len(before), end))
-    return ids, spans
+        spans = []
+        if sequences and before[: len(sequences[-1][1])] == sequences[-1][1]:
+            turn, _, spans = sequences.pop()
+        sequences.append((turn, after[:end], [*spans, (len(before), end)]))
+    return sequences
+
+
+def answered(messages: list[dict], chat: Chat, counts: Counter) -> tuple[list[int], list[int]]:
+    """(ids before the last message, an answer; ids with it). What the template itself writes before any answer belongs
+    to the former. Raises Skip if the former do not begin the latter."""
+    prompt, after = chat.text(messages[:-1], generation_prompt=True), encode(chat.tokenizer, chat.text(messages))
+    for filler in dict.fromkeys((chat.filler, "")):
+        before = encode(chat.tokenizer, prompt + filler)
+        if after[: len(before)] == before:
+            if filler:
+                counts["answers after a filler that the chat template writes and a prompt for decoding has not"] += 1
+            return before, after
+    raise Skip("skipped: its ids with an answer do not begin with those before it")
 
 
 if __name__ == "__main__":

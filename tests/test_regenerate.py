@@ -5,13 +5,15 @@ from collections import Counter
 
 import pytest
 import torch
+from chat_templates import TEMPLATES, with_template
 from tiny import save_tiny, tiny_causal_lm
 
-from data_prep import regenerate
-from data_prep.answers import plan
+from data_prep import regenerate, tokenise
+from data_prep.answers import plan, sequences
 from data_prep.resumable import PartialFile
+from data_prep.token_files import read_tokens
 from data_prep.toy_language import TEMPLATE
-from dcd_core.chat import Chat
+from dcd_core.chat import Chat, encode
 from dcd_core.decode import Generation
 from dcd_core.errors import UserError
 
@@ -66,7 +68,7 @@ class Scripted:
     """Takes the place of `decode` with answers of the test's own; keeps the prompts it was given."""
 
     def __init__(self, monkeypatch, answers):
-        self.prompts, self.answers = [], answers
+        self.prompts, self.answers, self.ends = [], answers, (END,)
         monkeypatch.setattr(regenerate, "decode", self)
 
     def __call__(self, method, prompts, settings, max_batch):
@@ -74,7 +76,7 @@ class Scripted:
         found = []
         for prompt in prompts:
             ids = self.answers(prompt)
-            found.append(Generation(prompt.id, prompt.sample, ids, finish="stop" if ids[-1] == END else "length"))
+            found.append(Generation(prompt.id, prompt.sample, ids, finish="stop" if ids[-1] in self.ends else "length"))
         return found
 
 
@@ -111,17 +113,61 @@ def test_a_cut_answer_ends_its_conversation(tmp_path, expert, monkeypatch):
     assert report["skipped"] == {"later turns left out: the answer before has no end": 1}
 
 
-def test_a_template_that_rewrites_turns_ends_the_conversation(tmp_path, expert, monkeypatch):
-    for file in expert.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    opening = "{% if loop.last %}w50 {% endif %}"
-    (tmp_path / "chat_template.jinja").write_text(
-        TEMPLATE.replace("{{ '<|im_start|> '", opening + "{{ '<|im_start|> '", 1)
+ANSWERS = {
+    "plain": ["w2", "w4 w5", "w6"],
+    "thinking": ["w80 w10 w81 w2", "w80 w11 w81 w4", "w80 w12 w81 w6"],
+    "thinking at first": ["w80 w10 w81 w2", "w4", "w5"],
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("flags", [[], ["--template_args", '{"enable_thinking": false}']], ids=["", "not thinking"])
+def test_every_prompt_is_the_one_that_the_template_gives(tmp_path, expert, monkeypatch, name, kind, flags):
+    if flags and "enable_thinking" not in TEMPLATES[name]:
+        pytest.skip("the template does not read it")
+    chat = Chat(str(with_template(tmp_path, expert, TEMPLATES[name])), {"enable_thinking": False} if flags else {})
+    written = {record: [encode(chat.tokenizer, text + " <|im_end|>") for text in ANSWERS[kind]] for record in "ab"}
+    decode = Scripted(monkeypatch, lambda prompt: written[prompt.id[0]].pop(0))
+    records = [question(record, "w1", "w3", "w7") for record in "ab"]
+    answers, report = run(tmp_path, tmp_path, records, *flags)
+    assert report["skipped"] == {} and report["answers"] == 6
+    asked = {prompt.id: prompt.ids for prompt in decode.prompts}
+    for answer in answers:
+        assert [m["content"] for m in answer["messages"] if m["role"] == "assistant"] == ANSWERS[kind]
+        assert len(answer["answer_spans"]) == 3
+        for turn, text in enumerate(ANSWERS[kind]):
+            prompt = chat.ids(answer["messages"][: 2 * turn + 1], generation_prompt=True)
+            assert asked[f"{answer['id']}/turn-{turn}" if turn else answer["id"]] == prompt
+            (span,) = [  # each answer is written in one sequence, after the prompt that was read
+                part["input_ids"][: part["answer_spans"][turn][1]]
+                for part in sequences(answer)
+                if turn < len(part["answer_spans"]) and part["answer_spans"][turn] != [0, 0]
+            ]
+            assert span == prompt + encode(chat.tokenizer, text + " <|im_end|>")
+    assert report["sequences"] == sum(len(sequences(answer)) for answer in answers)
+    assert report["rewritten"] == (2 if report["sequences"] > 2 else 0)
+    # what is trained on is what was written
+    out = tmp_path / "t.parquet"
+    tokenise.main(
+        ["--conversations", str(tmp_path / "answers.jsonl"), "--expert", str(tmp_path), "--out", str(out), *flags]
     )
-    Scripted(monkeypatch, lambda prompt: [40, END])
-    (answer,), report = run(tmp_path, tmp_path, [question("a", "w1", "w2")])
-    assert len(answer["answer_spans"]) == 1
-    assert report["skipped"] == {"later turns left out: the chat template rewrites earlier turns": 1}
+    samples = read_tokens(out)
+    assert [s.input_ids.tolist() for s in samples] == [p["input_ids"] for answer in answers for p in sequences(answer)]
+    trained = [chat.tokenizer.decode(sample.input_ids[a:b]) for sample in samples for a, b in sample.answer_spans]
+    assert trained == [text + " <|im_end|>" for text in ANSWERS[kind]] * 2
+    assert len({sample.id for sample in samples}) == len(samples) == report["sequences"]
+
+
+def test_an_end_of_turn_that_is_not_the_templates_is_not_kept(tmp_path, expert, monkeypatch):
+    """The model may end its turn with another token than the template writes (and the generation config names)."""
+    folder = with_template(tmp_path, expert, TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, 1]}))
+    monkeypatch.setattr(regenerate, "decode", decode := Scripted(monkeypatch, lambda prompt: [40, 1]))
+    decode.ends = (END, 1)
+    (answer,), report = run(tmp_path, folder, [question("a", "w1", "w2")])
+    assert report["rewritten"] == 1 and answer["earlier_sequences"][0]["input_ids"][-2:] == [40, 1]
+    assert decode.prompts[1].ids == Chat(str(folder)).ids(answer["messages"][:3], generation_prompt=True)
 
 
 def test_long_prompts_and_control_tokens_are_counted_skips(tmp_path, expert):

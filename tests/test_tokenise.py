@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from chat_templates import NO_HEADER_TO_FIND, TEMPLATES, with_template
 from tiny import save_tiny
 
 from data_prep.token_files import Sample, read_metadata, read_tokens, write_tokens
 from data_prep.tokenise import main
 from data_prep.toy_language import TEMPLATE
-from dcd_core.chat import Chat, stop_ids
+from dcd_core.chat import Chat, encode, stop_ids
 from dcd_core.errors import UserError
 
 END = 3  # <|im_end|>
@@ -26,14 +27,6 @@ def talk(name, *texts, system=None):
 @pytest.fixture(scope="module")
 def expert(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("expert"), layers=1)
-
-
-def with_template(folder, expert, template):
-    """The same expert with another chat template."""
-    for file in expert.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
 
 
 def tokenise(source, expert, out, *flags):
@@ -89,6 +82,12 @@ def test_regenerated_ids_are_taken_verbatim(tmp_path, expert):
         ({"answer_spans": [[1]]}, "line 2: 'answer_spans' is no list"),
         ({"answer_spans": [[1, 9]]}, "line 2: answer span .1, 9. is empty, out of order or outside its 3 tokens"),
         ({"answer_spans": [[-1, 2]]}, "line 2: answer span .-1, 2. .*make the file with data_prep/regenerate.py"),
+        ({"earlier_sequences": [[1]]}, "line 2: 'earlier_sequences' is no list of objects"),
+        ({"earlier_sequences": [{"input_ids": [999]}]}, "line 2: id 999 is none"),
+        (
+            {"earlier_sequences": [{"input_ids": [1, 2], "answer_spans": [[2, 2]]}]},
+            "line 2: answer span .2, 2. is empty",
+        ),
         ({"sample": "x"}, "line 2 has a 'sample' that is no whole number"),
         ({"tokenizer": "0"}, "line 2: record 'a' was regenerated with another tokenizer"),
     ],
@@ -151,21 +150,101 @@ def test_no_input_is_refused_in_plain_words(tmp_path, expert):
         main(["--expert", str(expert), "--out", str(tmp_path / "t.parquet"), "--conversations"])
 
 
-def test_a_template_that_rewrites_earlier_turns_is_a_counted_skip(tmp_path, expert):
-    # like templates that drop the reasoning of all answers but the last
-    rewriting = TEMPLATE.replace(
-        "message['content']", "('' if message['role'] == 'assistant' and not loop.last else message['content'])"
-    )
-    folder = with_template(tmp_path, expert, rewriting)
-    samples, metadata = run(tmp_path, folder, [talk("one", "w1", "w2"), talk("two", "w1", "w2", "w3", "w4")])
-    assert [sample.id for sample in samples] == ["one"]
-    assert metadata["counts"] == {"skipped: its ids with an answer do not begin with those before it": 1}
+TALKS = [
+    talk("plain", "w1", "w2", "w3", "w4 w5", "w6", "w7", system="w9"),
+    talk("thinking", "w1", "w80 w10 w81 w2", "w3", "w80 w11 w81 w4"),
+    talk("thinking at first", "w1", "w80 w10 w81 w2", "w3", "w4", "w5", "w6"),
+]
+
+
+@pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"marks the last turn"}))
+def test_every_answer_follows_the_prompt_that_the_template_gives(tmp_path, expert, name):
+    chat = Chat(str(with_template(tmp_path, expert, TEMPLATES[name])))
+    samples, metadata = run(tmp_path, tmp_path, TALKS)
+    found = {}
+    for sample in samples:
+        for start, end in sample.answer_spans:
+            found.setdefault(sample.id.split("/")[0], []).append(
+                (sample.input_ids[:start].tolist(), start, end, sample)
+            )
+    for record in TALKS:
+        messages = record["messages"]
+        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        for (before, start, end, sample), place in zip(found[record["id"]], answers, strict=True):
+            prompt = chat.text(messages[:place], generation_prompt=True)
+            assert before in [encode(chat.tokenizer, prompt + more) for more in (chat.filler, "")]
+            whole = encode(chat.tokenizer, chat.text(messages[: place + 1]))
+            assert sample.input_ids[:end].tolist() == whole[:end] and whole[end - 1] == END
+            words = messages[place]["content"].split()
+            assert chat.tokenizer.decode(sample.input_ids[start : end - 1]).split() == words, "no header, no filler"
+    several = {"Qwen3": 3, "empties earlier answers": 3, "drops earlier thinking": 2}.get(name, 0)
+    counted = "conversations in several samples, because the chat template rewrites earlier turns"
+    assert metadata["counts"].get(counted, 0) == several and len({sample.id for sample in samples}) == len(samples)
+
+
+def test_earlier_turns_are_rewritten_no_more_often_than_needed(tmp_path, expert):
+    folder = with_template(tmp_path, expert, TEMPLATES["drops earlier thinking"])
+    samples, _ = run(tmp_path, folder, TALKS[2:])
+    assert [(sample.id, len(sample.answer_spans)) for sample in samples] == [
+        ("thinking at first", 1),
+        ("thinking at first/turn-1", 2),
+    ]
+    # each of them is cut, or left out, by itself
+    long, short = (len(sample.input_ids) for sample in samples[::-1])
+    assert short < long
+    cut, metadata = run(tmp_path, folder, TALKS[2:], "--max_length", str(short))
+    assert [sample.id for sample in cut] == ["thinking at first"]
+    assert metadata["counts"][f"skipped: the first answer ends beyond {short} tokens"] == 1
+
+
+def test_an_answer_of_weight_0_is_read_but_not_trained_on(tmp_path, expert):
+    record, other = talk("a", "w1", "w2", "w3", "w4"), talk("b", "w1", "w2")
+    for message in (record["messages"][1], other["messages"][1]):
+        message["weight"] = 0
+    (sample,), metadata = run(tmp_path, expert, [record, other])
+    (whole,), _ = run(tmp_path, expert, [talk("a", "w1", "w2", "w3", "w4")])
+    assert np.array_equal(sample.input_ids, whole.input_ids) and sample.answer_spans == whole.answer_spans[1:]
+    assert metadata["counts"] == {
+        "answers of weight 0, not trained on": 2,
+        "skipped: no answer in it that is trained on": 1,
+    }
+    record["messages"][1]["weight"] = False
+    assert run(tmp_path, expert, [record])[0][0].answer_spans == sample.answer_spans
+    record["messages"][1]["weight"] = 0.5
+    with pytest.raises(UserError, match="line 1 has a message with a 'weight' other than 0 and 1"):
+        run(tmp_path, expert, [record])
+
+
+def test_reasoning_is_part_of_the_answer_where_the_template_writes_it(tmp_path, expert):
+    record = talk("a", "w1", "w2")
+    record["messages"][1]["reasoning_content"] = "w3"
+    (plain,), metadata = run(tmp_path, expert, [record])
+    assert plain.answer_ids().tolist() == run(tmp_path, expert, [talk("a", "w1", "w2")])[0][0].answer_ids().tolist()
+    assert metadata["counts"] == {
+        "answers without their 'reasoning_content', which the chat template does not write": 1
+    }
+    folder = with_template(tmp_path, expert, TEMPLATES["Qwen3"])
+    (whole,), metadata = run(tmp_path, folder, [record])
+    chat = Chat(str(folder))
+    assert chat.tokenizer.decode(whole.answer_ids()).split() == ["w80", "w3", "w81", "w2", "<|im_end|>"]
+    assert metadata["counts"] == {}
+
+
+@pytest.mark.parametrize("name", NO_HEADER_TO_FIND)
+def test_a_model_without_a_place_for_answers_is_refused(tmp_path, expert, name):
+    with pytest.raises(UserError, match="cannot render a question and its answer"):
+        run(tmp_path, with_template(tmp_path, expert, NO_HEADER_TO_FIND[name]), [talk("a", "w1", "w2")])
+    assert not (tmp_path / "t.parquet").exists()
 
 
 def test_a_generation_prompt_that_answers_do_not_begin_with_is_a_counted_skip(tmp_path, expert):
-    folder = with_template(tmp_path, expert, TEMPLATE.replace("assistant \n ' }}", "assistant \n w50 ' }}"))
-    with pytest.raises(UserError, match="1 x skipped: its ids with an answer do not begin"):
-        run(tmp_path, folder, [talk("one", "w1", "w2")])
+    for template in (
+        TEMPLATE.replace("assistant \n ' }}", "assistant \n w50 ' }}"),
+        TEMPLATES["marks the last turn"],
+    ):
+        folder = with_template(tmp_path, expert, template)
+        with pytest.raises(UserError, match="1 x skipped: its ids with an answer do not begin"):
+            run(tmp_path, folder, [talk("one", "w1", "w2")])
 
 
 def test_a_template_without_an_end_of_turn_is_a_counted_skip(tmp_path, expert):
@@ -251,6 +330,9 @@ def test_samples_with_impossible_spans_are_refused(tmp_path, spans):
 
 
 def test_other_files_are_refused_by_the_reader(tmp_path):
+    (tmp_path / "lfs.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(UserError, match="is a Git LFS pointer, not the data: run git lfs pull"):
+        read_tokens(tmp_path / "lfs.parquet")
     (tmp_path / "x.parquet").write_text("no parquet")
     with pytest.raises(UserError, match="cannot be read as a token file"):
         read_tokens(tmp_path / "x.parquet")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import UInt64
 
+from dcd_core.decode_types import Prompt
 from dcd_core.errors import UserError
+from dcd_core.heads.training_prompts import trained_on
 from train.batches import Texts
 from train.processes import Ranks
 
@@ -27,7 +29,10 @@ def held_out_texts(config, vocab: int, trained: UInt64[np.ndarray, " prompt"], r
         return None
     first = 0 if config.skip_trained else config.eval_texts
     texts = Texts.load(config.eval_tokens, config.max_length, vocab, first=first)
-    read = np.isin(texts.prompts, trained)
+    # by how they begin: a conversation may be several texts, the later ones with other answers in their prompts
+    starts = [Prompt(text.id, text.input_ids[: text.answer_spans[0][0]].tolist()) for text in texts.samples]
+    known = set(trained_on(starts, trained)[0])
+    read = np.array([start.id in known for start in starts])
     kept = ~read & (np.cumsum(~read) <= (config.eval_texts or len(texts)))
     if kept.all():
         return texts
