@@ -134,12 +134,14 @@ def take(work: Work, generation: Generation, chat: Chat, room: int) -> None:
         raise Skip("the answer before has no end")
     question, *rest = work.questions
     try:
+        prompt = chat.ids([*work.messages, question], generation_prompt=True)
         added = appended(work.messages, question, chat)
-        # the answer's own end-of-turn token is among `ids` already, and must be the template's
-        appends = added[:1] == work.ids[-1:]
-        prompt = work.ids + added[1:] if appends else chat.ids([*work.messages, question], generation_prompt=True)
     except TemplateError as error:
         raise Skip(f"the chat template refuses the next question ({error})") from None
+    appends = prompt[: len(work.ids)] == work.ids
+    # the answer's own end-of-turn token is among `ids` already, and must be the template's
+    if not appends and added[:1] == work.ids[-1:]:
+        appends, prompt = True, work.ids + added[1:]
     if len(prompt) > room:
         raise Skip(f"prompt longer than {room} tokens")
     if not appends:

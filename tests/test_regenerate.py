@@ -146,7 +146,9 @@ def test_every_prompt_is_the_one_that_the_template_gives(tmp_path, expert, monke
             ]
             assert span == prompt + encode(chat.tokenizer, text + " <|im_end|>")
     assert report["sequences"] == sum(len(sequences(answer)) for answer in answers)
-    assert report["rewritten"] == (2 if report["sequences"] > 2 else 0)
+    rewriting = {"marks the last turn", "empties earlier answers"}
+    rewriting |= {"drops earlier thinking", "Qwen3"} if kind != "plain" else {"Qwen3"} if flags else set()
+    assert report["rewritten"] == (2 if name in rewriting else 0)
     # what is trained on is what was written
     out = tmp_path / "t.parquet"
     tokenise.main(
