@@ -143,7 +143,8 @@ def raw_turns(record: Any, text_column: str, fields: Fields) -> list[Turn]:
         more = f"\n\n{record[extra]}" if extra and record[extra] else ""
         turns = [Turn("user", text + more) for text in _texts(record[column])]
     system = _system(record, turns, fields)
-    fields.ignored.update(name for name in record if name not in {*known, *SYSTEM} and present(record[name]))
+    known |= set(fields.read)
+    fields.ignored.update(name for name in record if name not in known and present(record[name]))
     return [*system, *turns]
 
 

@@ -44,13 +44,15 @@ def tokenizer_hash(tokenizer) -> str:
 def stop_ids(tokenizer, model: str | Path) -> tuple[int, ...]:
     """Ids that end an answer, ascending: the eos ids of the model's generation config, and the tokenizer's.
 
-    Raises UserError when neither names one: answers would never end.
+    Raises UserError when neither names one (answers would never end), and for a damaged generation config.
     """
     ids = set()
     try:
         given = GenerationConfig.from_pretrained(str(model)).eos_token_id
     except OSError:
         given = None  # older model folders have no generation config
+        if Path(model, "generation_config.json").exists():
+            raise UserError(f"{model}/generation_config.json cannot be read as JSON: fetch it again") from None
     if given is not None:
         ids.update(given if isinstance(given, list) else [given])
     if tokenizer.eos_token_id is not None:

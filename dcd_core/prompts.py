@@ -87,7 +87,7 @@ def _refuse_no_text(texts: Iterable[str], where: str) -> None:
             raise UserError(f"{where} is no valid text ({problem.reason} at {problem.start}); give UTF-8") from None
 
 
-def _as_text(messages: Messages, where: str) -> Messages:
+def _as_text(messages: list, where: str) -> Messages:
     """The messages with one text as content each."""
     found = []
     for message in messages:

@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from chat_templates import NO_HEADER_TO_FIND, TEMPLATES, with_template
 from tiny import save_tiny
@@ -309,6 +311,9 @@ def test_stop_ids_are_those_of_model_and_tokenizer_together(tmp_path, expert):
     folder = with_template(tmp_path, expert, TEMPLATE)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 1]}))
     assert stop_ids(Chat(str(folder)).tokenizer, folder) == (1, END, 5)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match="generation_config.json cannot be read"):
+        Chat(str(folder))
 
 
 def test_bad_settings_are_refused(tmp_path, expert):
@@ -327,6 +332,20 @@ def test_samples_with_impossible_spans_are_refused(tmp_path, spans):
     with pytest.raises(UserError, match="'bad'"):
         write_tokens(tmp_path / "t.parquet", [Sample("bad", np.arange(8, dtype=np.int32), spans)], {})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"input_ids": ["w1"]}, {"input_ids": None}, {"answer_spans": [[1]]}, {"answer_spans": [["a", "b"]]}, {"id": None}],
+)
+def test_rows_of_another_kind_are_refused_by_the_reader(tmp_path, change):
+    row = {"id": "a", "input_ids": [1, 2, 3], "answer_spans": [[1, 3]]}
+    pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "t.parquet")
+    assert len(read_tokens(tmp_path / "t.parquet")) == 2
+    rows = [row | change] * 2 if change.get("input_ids") or change.get("answer_spans") else [row, row | change]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="t.parquet"):
+        read_tokens(tmp_path / "t.parquet")
 
 
 def test_other_files_are_refused_by_the_reader(tmp_path):
