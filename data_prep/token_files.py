@@ -99,7 +99,7 @@ def read_tokens(paths: str | Path | Sequence[str | Path]) -> list[Sample]:
         rows = _open(path).read(columns=SCHEMA.names)
         try:
             rows = rows.select(SCHEMA.names).cast(SCHEMA)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, ValueError) as error:  # a null where none may be is a plain ValueError
             raise UserError(f"{path} has columns of other types than a token file ({error})") from None
         ids, spans = rows["id"].to_pylist(), rows["answer_spans"].to_pylist()
         for name, tokens, pairs in zip(ids, rows["input_ids"], spans, strict=True):
