@@ -219,7 +219,7 @@ HEAD = {
     "a head with unknown rotary scaling": fields(
         "head/config.json", rope_scaling={"rope_type": "warp"}, rope_parameters=None
     ),
-    "a head whose residual is normed": fields("head/config.json", norm_before_residual=True),
+    "a head whose residual is normed, perhaps": fields("head/config.json", norm_before_residual="maybe"),
     "a head of an unknown kind": fields("head/config.json", dcd={"kind": "warp"}),
     "a head whose own fields are a list": fields("head/config.json", dcd=[1]),
     "a head's depth in words": fields("head/config.json", num_hidden_layers="one"),
@@ -262,7 +262,7 @@ CONVERSATIONS = {
     "an empty file of conversations": text("chats.jsonl", ""),
     "conversations that are no JSON": text("chats.jsonl", "hello\n"),
     "numbers as conversations": text("chats.jsonl", "7\n8\n"),
-    "conversations without messages": text("chats.jsonl", '{"text": "w1"}\n'),
+    "conversations without messages": text("chats.jsonl", '{"words": "w1"}\n'),
     "conversations in another encoding": text("chats.jsonl", '{"é": 1}\n'.encode("latin-1")),
     "binary conversations": text("chats.jsonl", bytes(range(256)) * 4),
     "a pointer as conversations": text("chats.jsonl", LFS),
@@ -305,6 +305,14 @@ CONFIG = {
     "tabs in a config": text("config.yaml", "seed:\t\t{\n"),
     "a folder as a config": as_folder("config.yaml"),
 }
+PIPELINE = {
+    "no pipeline": gone("pipeline.yaml"),
+    "a pipeline that is no YAML": text("pipeline.yaml", "stages: [\n"),
+    "a list as a pipeline": text("pipeline.yaml", "- 1\n"),
+    "a pipeline without stages": text("pipeline.yaml", "run_dir: x\n"),
+    "stages that are words": text("pipeline.yaml", "run_dir: x\nstages: [a, b]\n"),
+    "a stage without a command": text("pipeline.yaml", "run_dir: x\nstages: [{name: a}]\n"),
+}
 FLAGS = {
     "an unknown flag": ["--warp=1"],
     "a word without a flag": ["warp"],
@@ -339,6 +347,7 @@ KINDS = {
     "conversations": CONVERSATIONS,
     "tokens": TOKENS,
     "config": CONFIG,
+    "pipeline": PIPELINE,
 }
 
 if __name__ == "__main__":
