@@ -7,7 +7,6 @@ import torch
 from families import FAMILIES, config_of, save_family
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, save_tiny, tiny_causal_lm
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dcd_core.architecture import decoder_layers
@@ -24,16 +23,8 @@ def wrapped(model) -> LanguageModel:
 
 
 def scaled_output(model):
-    """Does more after its output layer than any row of weights says, and less at a few ids."""
-    head = model.lm_head
-
-    class Centred(nn.Linear):
-        def forward(self, states):
-            logits = super().forward(states)
-            return logits - logits.mean(-1, keepdim=True)
-
-    model.lm_head = Centred(head.in_features, head.out_features, bias=False)
-    model.lm_head.weight = head.weight
+    """Logits that depend on each other, so that some rows of the output layer are not enough."""
+    model.lm_head.register_forward_hook(lambda layer, states, logits: logits - logits.mean(-1, keepdim=True))
 
 
 def position_blind(model):
