@@ -99,7 +99,7 @@ def loading_arguments(config, name: str, device: torch.device) -> dict:
 def cannot_use(name: str, settings: dict, device: torch.device, error: Exception) -> UserError:
     """One line on a quantised model that cannot be loaded or run."""
     method = method_of(settings) or "an unnamed method"
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = " ".join(str(error).split()) or f"{type(error).__name__} (are its weights stored as config.json says?)"
     return UserError(f"{name} is quantised with {method} and cannot be used on {device}: {reason}")
 
 
