@@ -32,6 +32,7 @@ from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, ref
 from dcd_core.files import content_hash, write_json_atomic, write_text_atomic
 from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS
+from dcd_core.models import choose_device
 from dcd_core.progress import Bar
 from dcd_core.prompts import read_prompts
 from diagnostics.certificate.cases import CASES, enumerated, formula
@@ -87,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     """Make every line, write the page, print the table; 1 if any line failed."""
     config = parse_config(Config, argv, description=__doc__)
     refuse_taken(config.output, config.overwrite)
+    choose_device(config.device)
     real = load_real(config)
     parts = Parts(config.output, result_settings(config), config.overwrite)
     folder = save_run(config.output, config, argv, config.overwrite)
