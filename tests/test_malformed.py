@@ -125,6 +125,8 @@ def test_a_broken_flag_is_one_line(sound, tmp_path, entry):
         unknown = label in ("an unknown flag", "a word without a flag")
         for flag in flags:
             name = flag.removeprefix("--").split("=")[0]
+            if entry == "diagnostics.lossless" and name == "expert":
+                continue  # without a pair it looks at tiny models only
             if unknown or name in known:
                 refused(entry, [*ENTRIES[entry][0], flag], sound, tmp_path / str(tried) / "out")
                 tried += 1
