@@ -11,7 +11,7 @@ from __future__ import annotations
 from copy import copy
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dcd_core.cache import KVCache
@@ -21,6 +21,7 @@ from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
 from dcd_core.errors import UserError
 from dcd_core.rounds import Clock, PassInputs, along_path, commit_draft, joined_features, target_rows
 from dcd_core.sampling import ACCEPT, FINAL, row_key
+from dcd_core.seen import Seen
 from dcd_core.verify import Uniforms, Verdict, verify
 
 
@@ -43,6 +44,11 @@ class Batch:
         self.drafter.aim(settings.draft_target)
         self.late = [False] * len(prompts)
         self.late_bad: Bool[Tensor, " batch"] | None = None
+        self.seen: Seen | None = None
+        if settings.target.repetition_penalty != 1:
+            expert = self.scorers[0]
+            prefixes = [expert.prefix_ids(prompt) for prompt in prompts]
+            self.seen = Seen.of(prefixes, expert.model.vocab, self.device)
 
     def absorb(self, other: Batch) -> None:
         """Another batch, between its own rounds, becomes part of this one."""
@@ -51,6 +57,8 @@ class Batch:
         self.drafter.extend(other.drafter)
         if self.late_bad is not None:
             self.late_bad = torch.nn.functional.pad(self.late_bad, (0, len(other.active)))
+        if self.seen is not None:
+            self.seen.extend(other.seen)
         self.root, self.keys = torch.cat([self.root, other.root]), torch.cat([self.keys, other.keys])
         self.prompts, self.active = self.prompts + other.prompts, self.active + other.active
         self.late = self.late + other.late
@@ -77,6 +85,7 @@ class Batch:
         rows = [output.logits for output in outputs]
         verdict, bad = self._judge(rows, Draft.empty(len(self.prompts), self.device, self.rule), self._noise(1))
         self.root = verdict.tokens[:, 0]
+        self._note(verdict.tokens)
         first = torch.cat([self.root[:, None], bad[:, None]], dim=1).tolist()
         self._refuse_bad([row[1] for row in first])
         tokens = [row[0] for row in first]
@@ -115,8 +124,17 @@ class Batch:
         self, rows: list[Float[Tensor, "batch rows vocab"]], draft: Draft, noise: RoundNoise
     ) -> tuple[Verdict, Bool[Tensor, " batch"]]:
         """The verdict on a draft from the scorers' rows, and which rows of the batch hold NaN or +inf."""
-        judged, bad = target_rows(rows, self.settings.target)
+        judged, bad = target_rows(rows, self.settings.target, self._seen_after(draft, rows[0].shape[1]))
         return verify(judged, draft, self._uniforms(judged, draft, noise)), bad
+
+    def _seen_after(self, draft: Draft, rows: int) -> Bool[Tensor, "batch rows vocab"] | None:
+        """The ids in the prefix of each of the first ``rows`` of [root, nodes]; None unless repetition is penalised."""
+        return None if self.seen is None else self.seen.after(draft, rows)
+
+    def _note(self, tokens: Int[Tensor, "batch count"]) -> None:
+        """Tokens that were emitted (-1 is padding) are part of the prefix from now on."""
+        if self.seen is not None:
+            self.seen.add(tokens)
 
     def _uniforms(self, judged: Tensor, draft: Draft, noise: RoundNoise) -> Uniforms | None:
         if not judged.is_floating_point():
@@ -182,10 +200,12 @@ class Batch:
             # a draft that ended early is shorter than the positions
             positions = noise.positions[:, draft.nodes : draft.nodes + 1]
             noise = RoundNoise(noise.keys, positions, noise.temperature, noise.rule)
+            where = torch.tensor(late, device=self.device)
+            if self.seen is not None:
+                self.seen.add(draft.tokens.where(where[:, None], -1))
             last = [row[:, -1:] for row in rows]
             last[1], offer = self.drafter.late_row(draft.tokens[:, -1], late, last[0], noise)
             final, bad = self._judge(last, offer, noise)
-            where = torch.tensor(late, device=self.device)
             self.drafter.finish_late(late, final)
             self.late_bad = bad & where
             verdict.tokens[:, -1] = torch.where(where, final.tokens[:, 0], verdict.tokens[:, -1])
@@ -201,7 +221,8 @@ class Batch:
         self._tell(verdict, host, counts, None if features is None else along_path(features, draft, verdict))
 
     def _tell(self, verdict: Verdict, host: list[list[int]], counts: list[int], features: Tensor | None) -> None:
-        """Tell the drafter what the round emitted."""
+        """Note what the round emitted, and tell the drafter."""
+        self._note(verdict.tokens)
         emitted = [row[4 : 4 + count] for row, count in zip(host, counts, strict=True)]
         self.drafter.observe(Accepted(verdict.tokens, counts, emitted, features))
 
@@ -272,6 +293,8 @@ class Batch:
             return
         rows = torch.tensor(keep, device=self.device)
         self.root, self.keys = self.root[rows], self.keys[rows]
+        if self.seen is not None:
+            self.seen.keep_rows(rows)
         if self.late_bad is not None:
             self.late_bad = self.late_bad[rows]
         for cache in self.caches:

@@ -11,6 +11,11 @@ other published targets are class methods of :class:`Target`.
 
 Log-probabilities and logits give the same target: their constants cancel in the softmax. The *signal* is no softmax and
 needs normalised rows of both models, so the functions below that measure it normalise first.
+
+A repetition penalty [Keskar et al. 2019] acts on the score of every id of the prefix: it is multiplied by the penalty
+where negative and divided by it where positive, after the combination and the mask, before T. It depends on the sign of
+a score, so here logits and log-probabilities differ: a penalised target is defined by the raw logits. With one model it
+is that of transformers' RepetitionPenaltyLogitsProcessor, bit for bit.
 """
 
 from __future__ import annotations
@@ -50,6 +55,8 @@ class Target:
         temperatures: one per model, > 0; None for all 1.
         top_k, top_p: truncation of the combined, tempered distribution (never of one model's), see
             :mod:`dcd_core.truncation`; 0 and 1 keep every id. They do not matter at T = 0.
+        repetition_penalty: of the combined scores of ids that occur in the prefix (the expert's prompt and all that
+            follows it), > 0; 1 is none, above 1 repetition becomes rarer.
     The class methods below take every field that they do not set themselves as a keyword.
     Raises:
         UserError: a value outside its range, by name.
@@ -62,6 +69,7 @@ class Target:
     temperatures: tuple[float, ...] | None = None
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self):
         _refuse_negative(alpha=self.alpha, temperature=self.temperature)
@@ -76,6 +84,11 @@ class Target:
             raise UserError(f"top_k must be a whole number >= 0 (0 keeps every id), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie in (0, 1] (1 keeps every id), got {self.top_p}")
+        penalty = self.repetition_penalty
+        if not (isinstance(penalty, Real) and 1 / LARGEST <= penalty <= LARGEST):
+            raise UserError(
+                f"repetition_penalty must lie between {1 / LARGEST:g} and {LARGEST:g} (1 is none), got {penalty!r}"
+            )
 
     # ---- published targets ---------------------------------------------------------------------------------------
 
@@ -221,11 +234,16 @@ def floor_hits(
     return (below & allowed).sum(-1)
 
 
-def scores(logits: list[Float[Tensor, "*batch vocab"]], target: Target) -> Float[Tensor, "*batch vocab"]:
+def scores(
+    logits: list[Float[Tensor, "*batch vocab"]], target: Target, seen: Bool[Tensor, "*batch vocab"] | None = None
+) -> Float[Tensor, "*batch vocab"]:
     """Un-normalised combined score before T, -inf outside the allowed set.
 
     Args:
         logits: one raw row set per model, expert first, fp32 or fp64, all over the same real ids.
+        seen: the ids that occur in each row's prefix; needed by a repetition penalty, and only by that.
+    Raises:
+        ValueError: a repetition penalty without ``seen``.
     With a cutoff, entries of the other models outside the plausible set change nothing, whatever they are.
     A weight of exactly 0 bypasses its model (0 * inf is NaN), so alpha = 0 is the expert, bit for bit.
     """
@@ -241,7 +259,14 @@ def scores(logits: list[Float[Tensor, "*batch vocab"]], target: Target) -> Float
         combined = expert if weights[0] == 1.0 else expert * weights[0]
     else:
         combined.add_(expert, alpha=weights[0])
-    return combined if allowed is None else combined.masked_fill(~allowed, -math.inf)
+    if allowed is not None:
+        combined = combined.masked_fill(~allowed, -math.inf)
+    if target.repetition_penalty == 1:
+        return combined
+    if seen is None:
+        raise ValueError("a target with a repetition penalty needs the ids that each row's prefix holds")
+    penalty = target.repetition_penalty
+    return torch.where(seen, torch.where(combined < 0, combined * penalty, combined / penalty), combined)
 
 
 def choices(logits: list[Float[Tensor, "*batch vocab"]], target: Target) -> Int[Tensor, "*batch"]:
@@ -249,12 +274,15 @@ def choices(logits: list[Float[Tensor, "*batch vocab"]], target: Target) -> Int[
     return scores(logits, target).argmax(-1)
 
 
-def target_log_probs(logits: list[Float[Tensor, "*batch vocab"]], target: Target) -> Float[Tensor, "*batch vocab"]:
+def target_log_probs(
+    logits: list[Float[Tensor, "*batch vocab"]], target: Target, seen: Bool[Tensor, "*batch vocab"] | None = None
+) -> Float[Tensor, "*batch vocab"]:
     """log pi_CD at T > 0; at T = 0 the one-hot row (0 at the chosen id, -inf elsewhere).
 
-    The order: combine the raw scores, mask by the un-tempered expert, divide by T, then top-k, then top-p.
+    The order: combine the raw scores, mask by the un-tempered expert, penalise repetition, divide by T, then top-k,
+    then top-p. Arguments as for :func:`scores`.
     """
-    combined = scores(logits, target)
+    combined = scores(logits, target, seen)
     if target.temperature == 0:
         return torch.full_like(combined, -math.inf).scatter(-1, combined.argmax(-1, keepdim=True), 0.0)
     if target.temperature != 1:

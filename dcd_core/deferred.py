@@ -26,6 +26,7 @@ from dcd_core.drafters.protocol import Accepted, RoundNoise
 from dcd_core.flip_risk import flip_risk, margin_of, refusal_risk
 from dcd_core.rounds import Clock, PassInputs, along_path, commit_draft, target_rows
 from dcd_core.sampling import JUDGE_ACCEPT, JUDGE_FINAL
+from dcd_core.seen import Seen
 from dcd_core.verify import Uniforms, Verdict, shared_noise_scores, verify
 
 MILLION = 1_000_000  # risks come to the host as whole millionths, in the round's one copy
@@ -85,11 +86,13 @@ class DeferredBatch(Batch):
         self.ahead = target.provisional()
         self.weight = target.contrast_weight(len(self.scorers))
         self.block = Block(0)
+        self.seen_before: Seen | None = None  # the ids of every row's prefix without its block
 
     def round(self) -> list[tuple[Generation, list[int]]]:
         """Run ahead until the amateur is due, then judge: at least one token for every row."""
         clock = Clock(self.device, self.settings.timing)
         self.block = Block(len(self.active))
+        self.seen_before = None if self.seen is None else self.seen.copy()
         start, root, passes = list(self.caches[0].lengths), self.root, 0
         while not self._due():
             self._run_ahead(clock)
@@ -129,17 +132,19 @@ class DeferredBatch(Batch):
         inputs = PassInputs.of(self.root, draft)
         output = inputs.run(self.scorers[0].model, self.caches[0], bool(self.drafter.feature_scorers))
         clock.lap("expert")
-        judged, bad = target_rows([output.logits], self.ahead)
+        seen = self._seen_after(draft, draft.nodes + 1)
+        judged, bad = target_rows([output.logits], self.ahead, seen)
         if self.drafter.suspect is not None:
             bad = bad | self.drafter.suspect
         verdict = verify(judged, draft, self._uniforms(judged, draft, noise))
-        risk = self._risk(output.logits, judged, draft, noise)
+        risk = self._risk(output.logits, judged, draft, noise, seen)
         risk = along_path(risk[..., None], draft, verdict).squeeze(-1)
         columns = [bad[:, None], verdict.accepted[:, None], verdict.tokens, (risk * MILLION).long()]
         host = torch.cat(columns, dim=1).tolist()  # the expert round's one copy from device to host
         self._refuse_bad([row[0] for row in host])
         counts = [row[1] + 1 for row in host]
         width = verdict.tokens.shape[1]
+        self._note(verdict.tokens)
         self.root = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         commit_draft(self.caches[0], draft, verdict, counts)
         features = None if output.features is None else along_path(output.features, draft, verdict)
@@ -153,11 +158,13 @@ class DeferredBatch(Batch):
         self.block.add(accepted, along_path(output.logits, draft, verdict), risks)
         clock.lap("rest")
 
-    def _risk(self, logits: Tensor, judged: Tensor, draft: Draft, noise: RoundNoise) -> Float[Tensor, "batch rows"]:
+    def _risk(
+        self, logits: Tensor, judged: Tensor, draft: Draft, noise: RoundNoise, seen: Tensor | None
+    ) -> Float[Tensor, "batch rows"]:
         """Estimated probability, for the row after every node, that the amateur changes what the expert writes."""
         temperature, deferral = self.settings.target.temperature, self.settings.deferral
         if temperature == 0:
-            margin = margin_of(scores([logits], self.ahead))
+            margin = margin_of(scores([logits], self.ahead, seen))
         elif self.rule == "shared_noise":
             margin = margin_of(shared_noise_scores(judged, draft, noise.gumbel(judged.shape[-1])))
         else:
@@ -182,6 +189,7 @@ class DeferredBatch(Batch):
         for scorer, cache in zip(self.scorers[1:], self.caches[1:], strict=True):
             rows.append(scorer.model.forward(inputs, cache).logits)
         clock.lap("amateur")
+        self.seen = self.seen_before
         verdict, bad = self._verdict_on_block(tokens, lengths, rows)
         host = torch.cat([bad[:, None], verdict.accepted[:, None], verdict.tokens], dim=1).tolist()
         self._refuse_bad([row[0] for row in host])
@@ -192,8 +200,11 @@ class DeferredBatch(Batch):
         self.caches[0].rollback([length + kept for length, kept in zip(start, keep, strict=True)])
         for cache in self.caches[1:]:
             cache.commit(keep)
-        last = torch.tensor([len(new) - 1 for new in emitted], device=self.device)
-        self.root = verdict.tokens.gather(1, last[:, None])[:, 0]
+        last = torch.tensor([len(new) - 1 for new in emitted], device=self.device)[:, None]
+        self.root = verdict.tokens.gather(1, last)[:, 0]
+        if self.seen is not None:
+            columns = torch.arange(verdict.tokens.shape[1], device=self.device)
+            self.seen.add(verdict.tokens.where(columns <= last, -1))
         if any(len(new) < len(known) or fall for new, known, fall in zip(emitted, self.block.tokens, fell)):  # noqa: B905
             self._rewind(emitted, accepted, verdict, features)
         self.block = Block(len(self.active))
@@ -205,16 +216,18 @@ class DeferredBatch(Batch):
         target, device = self.settings.target, self.device
         width = tokens.shape[1]
         valid = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
-        judged, bad = target_rows(rows, target)
+        chain = Draft.chain(tokens, valid)
+        seen = self._seen_after(chain, width)
+        judged, bad = target_rows(rows, target, seen)
         positions = torch.tensor([len(generation.ids) for generation in self.active], device=device)[:, None]
         positions = positions + torch.arange(width, device=device)
         if target.temperature == 0:
-            draft, noise = Draft.chain(tokens, valid), None
+            draft, noise = chain, None
         elif self.rule == "shared_noise":
             draft = Draft.chain(tokens, valid, rule="shared_noise")
             noise = Uniforms.keyed(self.keys, positions, vocab=judged.shape[-1])
         else:
-            proposed = target_log_probs(rows[:1], self.ahead).exp_()
+            proposed = target_log_probs(rows[:1], self.ahead, seen).exp_()
             draft = Draft.chain(tokens, valid, rule="sampled", probs=proposed)
             noise = Uniforms.keyed(self.keys, positions, streams=(JUDGE_ACCEPT, JUDGE_FINAL))
         return verify(judged, draft, noise), bad

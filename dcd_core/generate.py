@@ -88,6 +88,9 @@ class Config(LoopFlags):
     temperature: float = field(default=DEFAULTS["temperature"], metadata={"help": "0 is greedy"})
     top_k: int = field(default=0, metadata={"help": "keep so many ids of the combined distribution (0: all)"})
     top_p: float = field(default=1.0, metadata={"help": "keep this share of the combined distribution"})
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "of ids that prompt and answer hold already, before temperature (1: none)"}
+    )
     # ---- the loop
     max_new_tokens: int = field(default=DEFAULTS["max_new_tokens"], metadata={"help": "most tokens of an answer"})
     rule: str = field(default="auto", metadata={"help": "auto, sampled, deterministic or shared_noise"})

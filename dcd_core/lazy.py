@@ -52,12 +52,13 @@ class LazyBatch(Batch):
         survey = torch.cat([self.root[:, None], open_rows[:, None], reach], dim=1).tolist()  # this round's first copy
         roots, asked = [row[0] for row in survey], any(row[1] for row in survey)
         clock.lap("rest")
+        seen = self._seen_after(draft, draft.nodes + 1)
         if asked:
             feed = Feed(self.pending, [row[2:] for row in survey], inputs, draft)
-            judged, bad = self._ask(feed, output.logits, allowed & reach[..., None])
+            judged, bad = self._ask(feed, output.logits, allowed & reach[..., None], seen)
             clock.lap("amateur")
         else:
-            judged, bad = target_rows([output.logits], self.settings.target.provisional())
+            judged, bad = target_rows([output.logits], self.settings.target.provisional(), seen)
         # no comparison with NaN holds: a row with one has no plausible id at all, and the few ids asked may not show it
         bad = bad | (plausible_count == 0).any(1)
         host, verdict = self._verdict(judged, bad, draft, noise)
@@ -85,13 +86,13 @@ class LazyBatch(Batch):
         self._refuse_bad([row[1] for row in host])
         return host, verdict
 
-    def _ask(self, feed: Feed, expert: Float[Tensor, "batch width vocab"], relevant: Tensor):
+    def _ask(self, feed: Feed, expert: Float[Tensor, "batch width vocab"], relevant: Tensor, seen: Tensor | None):
         """One pass of every other model over what it has not read and what can still be accepted."""
         hidden = [
             feed.run(scorer.model, cache) for scorer, cache in zip(self.scorers[1:], self.caches[1:], strict=True)
         ]
         models = [scorer.model for scorer in self.scorers[1:]]
-        return rows_on_ids(expert, hidden, models, plausible_ids(relevant), self.settings.target)
+        return rows_on_ids(expert, hidden, models, plausible_ids(relevant), self.settings.target, seen)
 
     def absorb(self, other: LazyBatch) -> None:
         super().absorb(other)

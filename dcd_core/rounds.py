@@ -39,14 +39,16 @@ class PassInputs:
 
 
 def target_rows(
-    rows: list[Float[Tensor, "batch rows vocab"]], target: Target
+    rows: list[Float[Tensor, "batch rows vocab"]],
+    target: Target,
+    seen: Bool[Tensor, "batch rows vocab"] | None = None,
 ) -> tuple[Float[Tensor, "batch rows vocab"] | Int[Tensor, "batch rows"], Bool[Tensor, " batch"]]:
     """What the verifier judges by (choices at T = 0, else log-probabilities), and which rows of the batch hold NaN or
-    +inf."""
+    +inf. ``seen`` as for :func:`dcd_core.contrast.scores`."""
     if target.temperature == 0:
-        peak, judged = largest(scores(rows, target))
+        peak, judged = largest(scores(rows, target, seen))
         return judged, (~peak.isfinite()).any(-1)
-    judged = target_log_probs(rows, target)
+    judged = target_log_probs(rows, target, seen)
     # one bad score makes the normaliser NaN, and with it every entry of its row: one entry tells, without a pass
     return judged, judged[..., 0].isnan().any(-1)
 
@@ -106,6 +108,7 @@ def rows_on_ids(
     models: list[LanguageModel],
     ids: Int[Tensor, " ids"],
     target: Target,
+    seen: Bool[Tensor, "batch rows vocab"] | None = None,
 ) -> tuple[Tensor, Bool[Tensor, " batch"]]:
     """:func:`target_rows` from the other models' logits at a few ids only.
 
@@ -117,7 +120,7 @@ def rows_on_ids(
     """
     few = [expert[..., ids]]
     few += [model.output_layer(states, ids) for model, states in zip(models, hidden, strict=True)]
-    judged, bad = target_rows(few, target)
+    judged, bad = target_rows(few, target, None if seen is None else seen[..., ids])
     if not judged.is_floating_point():
         return ids[judged], bad
     return torch.full_like(expert, -math.inf, dtype=judged.dtype).index_copy(-1, ids, judged), bad

@@ -18,24 +18,35 @@ from dcd_core.sampling import gumbel
 
 
 @torch.no_grad()
-def greedy(experts: list, weights: list[float], prompts: list[list[int]], count: int, cutoff: float = 0.0) -> list[int]:
-    """``count`` tokens of argmax sum_m weight_m log pi_m, each model on its own prompt."""
+def greedy(
+    experts: list,
+    weights: list[float],
+    prompts: list[list[int]],
+    count: int,
+    cutoff: float = 0.0,
+    penalty: float = 1.0,
+) -> list[int]:
+    """``count`` tokens of argmax sum_m weight_m z_m, each model on its own prompt; scores of ids that the first model
+    has read are divided by the penalty, or multiplied where negative."""
     answer = []
     for _ in range(count):
         combined, first = 0.0, None
         for model, weight, prompt in zip(experts, weights, prompts, strict=True):
             logits = model.model(torch.tensor([prompt + answer]), use_cache=False).logits[0, -1, :VOCAB]
-            row = logits.log_softmax(-1)
-            first = row if first is None else first
-            combined = combined + weight * row if weight else combined
-        allowed = first.exp() >= cutoff * first.exp().max()
+            first = logits if first is None else first
+            combined = combined + weight * logits if weight else combined
+        for token in set(prompts[0] + answer):
+            combined[token] = combined[token] * penalty if combined[token] < 0 else combined[token] / penalty
+        allowed = first.softmax(-1) >= cutoff * first.softmax(-1).max()
         answer.append(combined.masked_fill(~allowed, -torch.inf).argmax().item())
     return answer
 
 
-def greedy_cd(pair: Pair, prompt: list[int], alpha: float, count: int, cutoff: float = 0.0) -> list[int]:
+def greedy_cd(
+    pair: Pair, prompt: list[int], alpha: float, count: int, cutoff: float = 0.0, penalty: float = 1.0
+) -> list[int]:
     """Vanilla greedy contrastive decoding [DCD, Eq. 1] of one prompt."""
-    return greedy([pair.expert, pair.amateur], [1 + alpha, -alpha], [prompt] * 2, count, cutoff)
+    return greedy([pair.expert, pair.amateur], [1 + alpha, -alpha], [prompt] * 2, count, cutoff, penalty)
 
 
 def some_prompts(count: int, seed: int = 0) -> list[Prompt]:
@@ -103,14 +114,15 @@ def near_pair(kind: str, noise: float, dtype: torch.dtype = torch.float64, seed:
 @torch.no_grad()
 def by_noise(models: list, target: Target, prompts: list[list[int]], count: int, key: int) -> list[int]:
     """``count`` tokens of argmax(log pi + g), each model on its own prompt, g the noise of the output position; at
-    temperature 0 without noise."""
+    temperature 0 without noise. The first model's prompt and the answer are what a repetition penalty counts."""
     answer = []
     for position in range(count):
         rows = [
             model.model(torch.tensor([prompt + answer]), use_cache=False).logits[0, -1, :VOCAB]
             for model, prompt in zip(models, prompts, strict=True)
         ]
-        row = target_log_probs(rows, target)
+        seen = torch.tensor([token in prompts[0] + answer for token in range(VOCAB)])
+        row = target_log_probs(rows, target, seen)
         if target.temperature:
             row = row + gumbel(torch.tensor([key]), torch.tensor([[position]]), VOCAB)[0, 0]
         answer.append(row.argmax().item())
