@@ -9,8 +9,9 @@ or, by the folder that holds the same for those who pass a path (transformers th
     model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True, amateur="AMATEUR", head="HEAD", alpha=0.3)
 
 `model` is the expert. Of generate's own settings these are honoured: input_ids with a left-padded attention_mask,
-max_new_tokens and max_length, eos_token_id, pad_token_id, do_sample with temperature, top_k and top_p,
-num_return_sequences, return_dict_in_generate (sequences only). Whatever else would change the text is refused by name.
+max_new_tokens and max_length, eos_token_id, pad_token_id, repetition_penalty, do_sample with temperature, top_k and
+top_p, num_return_sequences, return_dict_in_generate (sequences only), whether the call sets them or the model's own
+generation_config. Whatever else would change the text is refused, and where that config asks for it the line says so.
 
 Ours come beside them: `amateur` and `lm` (a model, a folder or a hub id), `head` and `amateur_head` (an Eagle3Head, a
 folder or a hub id), `method`, and alpha, cutoff, gamma, branch, nodes, stop_below, saving, deferral, draft_alpha, rule,
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -33,20 +34,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    LogitNormalization,
-    MaxLengthCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from dcd_core.api import METHOD, make_settings, refuse_missing
 from dcd_core.architecture import text_config
 from dcd_core.decode import Assembled, Generation, Prompt, Settings, check_prompt, decode, stream
 from dcd_core.errors import UserError
+from dcd_core.generate_request import read_request
 from dcd_core.heads.checkpoint import fitting_config, load_head, load_head_config
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.fitting import check_expert
@@ -56,10 +50,6 @@ from dcd_core.model_check import check_model
 from dcd_core.models import LanguageModel, Pair, id_table, load_model, load_tokenizer, shared_vocabulary
 
 FOLDER = str(Path(__file__).resolve().parent / "custom_generate_folder")
-PLAIN_MODES = ("greedy_search", "sample")
-OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-OF_THE_LOOP = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values")
-"""What generate prepares for its own loop; the rest of what reaches the model's forward is refused."""
 CHECKED: WeakSet[nn.Module] = WeakSet()
 """Models that were compared with their own forward already."""
 
@@ -101,7 +91,8 @@ def contrastive(
     given |= dict(saving=saving, draft_alpha=draft_alpha, rule=rule)
     if deferral is not None:
         given |= {f"defer_{name}": value for name, value in asdict(deferral).items()}
-    asked = read_request(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    own = model.generation_config
+    asked = read_request(input_ids, logits_processor, stopping_criteria, generation_config, own, model_kwargs)
     given |= asked.sampling | {"max_new_tokens": asked.max_new_tokens, "seed": seed}
     if seed is None:
         given["seed"] = int(torch.randint(2**62, ())) if given["temperature"] else 0
@@ -128,94 +119,6 @@ def generate_from_folder(model, streamer=None, assistant_model=None, **arguments
     if assistant_model is not None:
         raise UserError("assistant_model is not used: give the draft head as head=, or choose another method=")
     return GenerationMixin.generate(model, custom_generate=contrastive, stream_to=streamer, **arguments)
-
-
-# ---- what generate asks for ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Request:
-    """What a call of generate comes down to. ``sampling`` holds fields of :class:`dcd_core.contrast.Target`."""
-
-    prompts: list[Prompt]
-    max_new_tokens: int
-    stops: tuple[int, ...]
-    pad: int
-    sampling: dict
-
-
-def read_request(input_ids: Tensor, processors, criteria, config, model_kwargs: dict) -> Request:
-    """Understand, or refuse, everything that generate prepared.
-
-    The prepared lists of processors and criteria say what is in force: they hold what the user gave and what follows
-    from the generation config.
-    """
-    mode = config.get_generation_mode()
-    if mode not in PLAIN_MODES:
-        raise UserError(f"generation mode {str(mode.value)!r} cannot be honoured; leave beams and assistants out")
-    asked = [name for name in OUTPUTS if getattr(config, name, None) and config.return_dict_in_generate]
-    others = [name for name, value in model_kwargs.items() if value is not None and name not in OF_THE_LOOP]
-    for name in [*asked, *others]:
-        raise UserError(f"{name} cannot be honoured with this custom_generate; leave it out")
-    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-    if cache is not None and cache.get_seq_length() > 0:
-        raise UserError("a cache that is filled already cannot be honoured; give the whole text as input_ids")
-    longest, stops = None, set()
-    for criterion in criteria or []:
-        if type(criterion) is MaxLengthCriteria:
-            longest = criterion.max_length if longest is None else min(longest, criterion.max_length)
-        elif type(criterion) is EosTokenCriteria:
-            stops.update(criterion.eos_token_id.tolist())
-        else:
-            raise UserError(f"stopping criterion {type(criterion).__name__} cannot be honoured; leave it out")
-    if longest is None:
-        raise UserError("max_new_tokens is not given; say how long an answer may become")
-    pad = getattr(config, "_pad_token_tensor", None)
-    return Request(
-        prompts=unpadded(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")),
-        max_new_tokens=longest - input_ids.shape[1],
-        stops=tuple(sorted(stops)),
-        pad=0 if pad is None else int(pad),  # without a stop token all rows are equally long
-        sampling=read_sampling(processors or [], mode == "sample"),
-    )
-
-
-def read_sampling(processors: list, sample: bool) -> dict:
-    """Temperature, top_k and top_p from generate's list of processors; greedy is temperature 0.
-
-    Raises:
-        UserError: another processor, or an order in which they would mean something else.
-    """
-    found: dict = {"temperature": 1.0} if sample else {"temperature": 0.0}
-    order = []
-    for processor in processors:
-        kind = type(processor)
-        if kind is LogitNormalization:  # changes no probability
-            continue
-        known = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
-        if kind not in known or not sample:
-            raise UserError(f"logits processor {kind.__name__} cannot be honoured; leave out what asks for it")
-        order.append(known[kind])
-        found[known[kind]] = getattr(processor, known[kind])
-    if order != [name for name in ("temperature", "top_k", "top_p") if name in order]:
-        raise UserError(f"logits processors in the order {', '.join(order)} cannot be honoured; temperature is first")
-    return found
-
-
-def unpadded(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[Prompt]:
-    """The rows without their padding on the left.
-
-    Raises:
-        UserError: padding elsewhere, or positions that do not count the tokens from 0.
-    """
-    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
-    if mask.shape != input_ids.shape or bool(((mask != 0) & (mask != 1)).any()) or bool((mask.diff(dim=1) < 0).any()):
-        raise UserError("attention_mask cannot be honoured: it may only hide padding on the left (padding_side='left')")
-    counted = mask.cumsum(-1) - 1
-    if positions is not None and not bool(((positions.to(mask.device) == counted) | (mask == 0)).all()):
-        raise UserError("position_ids cannot be honoured: every row's tokens are counted from 0")
-    rows = [row[seen.bool()].tolist() for row, seen in zip(input_ids, mask, strict=True)]
-    return [Prompt(str(number), row) for number, row in enumerate(rows, start=1)]
 
 
 # ---- models that belong to others ------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """From inside transformers: the same tokens as our own loop, by callable and by folder, and refusals by name."""
 
+import ast
 import json
+import re
 import shutil
 
 import pytest
@@ -10,8 +12,10 @@ from tiny import VOCAB, save_tiny, tiny_causal_lm, tiny_pair, tiny_tokenizer
 from tiny_world import make_world
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TextStreamer,
@@ -20,15 +24,17 @@ from transformers import (
 from transformers.generation import LogitNormalization, MaxTimeCriteria, TypicalLogitsWarper
 
 from dcd_core.contrast import Target
-from dcd_core.custom_generate import FOLDER, contrastive, read_sampling
+from dcd_core.custom_generate import FOLDER, contrastive
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.flip_risk import Deferral
+from dcd_core.generate_request import Origin, read_sampling
 from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS, assemble
 from dcd_core.models import LanguageModel, Pair
 
 PAD, END, NEW = 1, 3, 7
+IGNORING_PROMPT = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=4)])
 PROMPTS = [Prompt(str(number), prompt.ids) for number, prompt in enumerate(some_prompts(3), start=1)]
 FORMS = {"callable": {"custom_generate": contrastive}, "folder": {"custom_generate": FOLDER, "trust_remote_code": True}}
 
@@ -286,7 +292,7 @@ def test_the_models_are_given_back_as_they_were(stock):
     [
         ({"num_beams": 2}, "generation mode 'beam_search' cannot be honoured"),
         ({"prompt_lookup_num_tokens": 3}, "generation mode 'assisted_generation' cannot be honoured"),
-        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor cannot be honoured"),
+        ({"logits_processor": IGNORING_PROMPT}, "prompt_ignore_length cannot be honoured"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor cannot be honoured"),
         ({"min_new_tokens": 3}, "LengthLogitsProcessor cannot be honoured"),
         ({"bad_words_ids": [[9]]}, "NoBadWordsLogitsProcessor cannot be honoured"),
@@ -349,15 +355,133 @@ def test_an_assistant_model_is_refused_by_the_folder(stock):
         model.generate(**given | {"trust_remote_code": False})
 
 
+OWN_REFUSED = {
+    "no_repeat_ngram_size": 3,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01,
+    "min_length": 3,
+    "min_new_tokens": 1,
+    "bad_words_ids": [[9]],
+    "suppress_tokens": [9],
+    "begin_suppress_tokens": [9],
+    "forced_bos_token_id": 9,
+    "forced_eos_token_id": 9,
+    "exponential_decay_length_penalty": (5, 1.1),
+    "remove_invalid_values": True,
+    "encoder_repetition_penalty": 1.2,
+    "encoder_no_repeat_ngram_size": 2,
+    "sequence_bias": [[[9], 1.0]],
+    "guidance_scale": 1.5,
+    "max_time": 5.0,
+    "num_beams": 2,
+    "prompt_lookup_num_tokens": 3,
+}
+
+
+@pytest.mark.parametrize("setting", OWN_REFUSED)
+def test_a_setting_of_the_model_s_own_is_named_with_its_cure(setting):
+    """And the cure works: the call takes it back, or the model's config does."""
+    model, value = tiny_causal_lm("smol", layers=4), OWN_REFUSED[setting]
+    given = dict(**padded(PROMPTS[:1]), custom_generate=contrastive, method="ar", max_new_tokens=2, do_sample=True)
+    model.generation_config.update(**{setting: value})
+    with pytest.raises(UserError) as error:
+        model.generate(**given)
+    off = ast.literal_eval(re.search(rf"pass {setting}=(\S+) to generate", str(error.value))[1])
+    assert "the model's generation_config" in str(error.value)
+    model.generate(**given, **{setting: off})
+    setattr(model.generation_config, setting, off)
+    model.generate(**given)
+    with pytest.raises(UserError) as error:
+        model.generate(**given, **{setting: value})
+    assert "the model's generation_config" not in str(error.value), "then it is the call's"
+
+
+def test_what_the_call_sets_is_not_the_model_s():
+    model = tiny_causal_lm("smol", layers=4)
+    model.generation_config.no_repeat_ngram_size = 3
+    given = dict(**padded(PROMPTS[:1]), custom_generate=contrastive, method="ar", max_new_tokens=2)
+    with pytest.raises(UserError, match="leave no_repeat_ngram_size out"):
+        model.generate(**given, no_repeat_ngram_size=2)
+    model.generation_config.no_repeat_ngram_size = 0
+    with pytest.raises(UserError, match="NoRepeatNGramLogitsProcessor cannot be honoured.*; leave it out"):
+        model.generate(**given, logits_processor=LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)]))
+
+
+PUBLISHED = {
+    "Llama 3": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [3, 5, 7], "bos_token_id": 0},
+    "Qwen 2.5": {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "Qwen 3": {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3, 5]},
+    "Gemma": {"do_sample": True, "top_k": 64, "top_p": 0.95, "cache_implementation": "hybrid", "eos_token_id": [3, 5]},
+    "Phi": {"eos_token_id": [3, 5, 7], "pad_token_id": 5, "bos_token_id": 0},
+    "Llama 2": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 300},
+    "Qwen 1": {"do_sample": True, "top_k": 0, "top_p": 0.8, "max_new_tokens": 512, "repetition_penalty": 1.1},
+}
+"""What published models' generation_config sets, with ids of the tiny vocabulary."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_settings_of_published_models_are_honoured(stock, name):
+    _, amateur, head = stock["smol"]
+    model, own = tiny_causal_lm("smol"), PUBLISHED[name]
+    model.generation_config.update(**own)
+    batch = padded()
+    given = dict(amateur=amateur, head=head, alpha=0.5, gamma=3, max_new_tokens=NEW, seed=5, pad_token_id=PAD)
+    found = model.generate(**batch, custom_generate=contrastive, **given)
+    fields = {key: own[key] for key in ("temperature", "top_k", "top_p", "repetition_penalty") if key in own}
+    target = {"top_k": 50} | fields if own.get("do_sample") else {"temperature": 0.0}
+    stops = own.get("eos_token_id", [END])
+    expected = ours(
+        model,
+        amateur,
+        {"head": head},
+        "dcd_eagle3",
+        target=Target(alpha=0.5, **target),
+        seed=5,
+        stop_ids=tuple(stops),
+    )
+    assert answers(found, batch["input_ids"].shape[1], stops) == expected
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_a_penalised_expert_alone_is_stock_generate(stock, penalty):
+    """Row by row: the oldest transformers that is supported penalises the padding of a batch too."""
+    model, _, head = stock["llama3"]
+    for prompt in PROMPTS[1:]:
+        given = dict(**padded([prompt]), max_new_tokens=9, eos_token_id=None, repetition_penalty=penalty)
+        expected = model.generate(**given)
+        assert not torch.equal(expected, model.generate(**given | {"repetition_penalty": 1.0}))
+        for method in ("ar", "expert_sd"):
+            assert torch.equal(model.generate(**given, custom_generate=contrastive, method=method, head=head), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_is_not_penalised(stock, form):
+    model, amateur, head = stock["smol"]
+    given = dict(amateur=amateur, head=head, alpha=0.5, gamma=3, max_new_tokens=NEW, repetition_penalty=1.4)
+    found = model.generate(**padded(), **FORMS[form], **given)
+    target = Target(alpha=0.5, temperature=0.0, repetition_penalty=1.4)
+    expected = ours(model, amateur, {"head": head}, "dcd_eagle3", target=target)
+    assert answers(found, padded()["input_ids"].shape[1]) == expected
+
+
 def test_processors_are_read_in_their_order():
-    warm, top = TemperatureLogitsWarper(0.5), TopKLogitsWarper(5)
-    assert read_sampling([warm, top, LogitNormalization()], True) == {"temperature": 0.5, "top_k": 5}
-    assert read_sampling([], True) == {"temperature": 1.0}
-    assert read_sampling([], False) == {"temperature": 0.0}
-    for wrong in ([top, warm], [warm, warm]):
+    from_call = Origin(GenerationConfig(), GenerationConfig())
+
+    def read(processors, sample):
+        return read_sampling(processors, sample, from_call, [0])
+
+    warm, top, penalty = TemperatureLogitsWarper(0.5), TopKLogitsWarper(5), RepetitionPenaltyLogitsProcessor(1.2)
+    assert read([warm, top, LogitNormalization()], True) == {"temperature": 0.5, "top_k": 5}
+    assert read([penalty, warm], True) == {"temperature": 0.5, "repetition_penalty": 1.2}
+    assert read([], True) == {"temperature": 1.0}
+    assert read([], False) == {"temperature": 0.0}
+    assert read([penalty], False) == {"temperature": 0.0, "repetition_penalty": 1.2}
+    for wrong in ([top, warm], [warm, warm], [warm, penalty]):
         with pytest.raises(UserError, match="in the order"):
-            read_sampling(wrong, True)
+            read(wrong, True)
     with pytest.raises(UserError, match="TypicalLogitsWarper"):
-        read_sampling([TypicalLogitsWarper(0.5)], True)
+        read([TypicalLogitsWarper(0.5)], True)
     with pytest.raises(UserError, match="TemperatureLogitsWarper"):
-        read_sampling([warm], False)
+        read([warm], False)
