@@ -346,8 +346,8 @@ def test_rows_that_depend_on_their_neighbours_fail(toy, monkeypatch):
     """Negative control: texts of small batches that are those of another seed."""
     real = laws.texts
 
-    def other(method, settings, samples, batch=256):
-        return real(method, dataclasses.replace(settings, seed=9) if batch == 3 else settings, samples, batch)
+    def other(method, settings, samples, batch=256, *prompt):
+        return real(method, dataclasses.replace(settings, seed=9) if batch == 3 else settings, samples, batch, *prompt)
 
     monkeypatch.setattr(laws, "texts", other)
     case = laws.LawCase("cd", "deterministic", "chain", "alpha .5")

@@ -14,7 +14,7 @@ from dcd_core.verify import verify
 from diagnostics.certificate import proposals
 from diagnostics.certificate.enumeration import DraftLaw, delayed, two_step_draws
 from diagnostics.certificate.page import Line
-from diagnostics.certificate.proposals import EXACT, World
+from diagnostics.certificate.proposals import EXACT, SHIFT, World
 
 TARGETS = {"alpha 0": Target(alpha=0.0)} | proposals.TARGETS
 QUICK_TARGETS = {name: proposals.TARGETS[name] for name in ("alpha .3", "alpha .5, cutoff")}
@@ -133,7 +133,7 @@ def formula(quick: bool) -> Line:
         world = World(5, target)
         for prefix in itertools.chain.from_iterable(itertools.product(range(5), repeat=size) for size in range(3)):
             models = [world.table(name, prefix, 5) for name in "pqr"[: len(target.weights or "pq")]]
-            differences.append(np.abs(np.exp(world.rows(prefix)) - written_out(target, models)).max())
+            differences.append(np.abs(np.exp(world.rows(prefix)) - written_out(target, models, prefix)).max())
     worst = float(np.max(differences))
     if not np.isfinite(worst):
         return Line("exact", "target", {"ids": 5}, False, "probabilities that are no numbers")
@@ -141,15 +141,19 @@ def formula(quick: bool) -> Line:
     return Line("exact", "target: its published formula, on the plausible set, truncated", figures, worst < 1e-12)
 
 
-def written_out(target: Target, models: list[np.ndarray]) -> np.ndarray:
+def written_out(target: Target, models: list[np.ndarray], prefix: tuple[int, ...]) -> np.ndarray:
     """The law of a target from its models' laws, expert first: p^(1+alpha) q^-alpha [DCD, Eq. 1], or a product of
-    tempered models to their weights; on ids of at least the cutoff's part of the expert's best; tempered; then the
-    best k of it, and of those the fewest that hold the share p."""
+    tempered models to their weights; scores of ids in the prefix penalised [Keskar et al. 2019]; on ids of at least the
+    cutoff's part of the expert's best; tempered; then the best k of it, and of those the fewest that hold the share p.
+    A penalty is for models that are not tempered themselves, whose logits are known but for that."""
     weights = target.weights or (1 + target.alpha, -target.alpha)
     law = np.ones_like(models[0])
     for model, weight, temperature in zip(models, weights, target.temperatures or (1,) * len(models), strict=True):
         tempered = model ** (1 / temperature)
         law = law * (tempered / tempered.sum()) ** weight
+    score, penalty = np.log(law) + SHIFT * sum(weights), target.repetition_penalty
+    score[list(set(prefix))] *= np.where(score > 0, 1 / penalty, penalty)[list(set(prefix))]
+    law = np.exp(score)
     law = law ** (1 / target.temperature) * (models[0] >= target.cutoff * models[0].max())
     order = np.argsort(-law, kind="stable")[: target.top_k or None]
     shares = np.cumsum(law[order]) / law[order].sum()

@@ -14,9 +14,10 @@ from diagnostics.certificate.faults import Fault, in_batch, in_drafts
 from diagnostics.certificate.g_test import FAILS_BELOW
 from diagnostics.certificate.laws import Aim, Laws, offers, rules_of, toy_method, toy_settings
 from diagnostics.certificate.page import Line
-from diagnostics.certificate.pair import Toy, texts
+from diagnostics.certificate.pair import ONE_ID, Toy, texts
 
 AIM = Aim(Target.dcd(1.0))
+REPEATING = Aim(Target.dcd(1.0, repetition_penalty=3.0), prompt=ONE_ID)
 SIBLINGS = {"gamma": 1, "branch": 3}
 
 
@@ -26,6 +27,7 @@ class Control:
 
     Args:
         method: a name in METHODS, or "" for the first that offers the settings.
+        aim: the target and the prompt.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Control:
     method: str = "dcd_eagle3"
     rule: str = "sampled"
     settings: dict = field(default_factory=lambda: {"gamma": 2})
+    aim: Aim = AIM
 
 
 CONTROLS = (
@@ -47,6 +50,8 @@ CONTROLS = (
     Control("siblings re-sorted after sampling", in_drafts(faults.resorted_siblings), "", settings=SIBLINGS),
     Control("siblings pruned after sampling", in_drafts(faults.pruned_siblings), "", settings=SIBLINGS),
     Control("roles swapped in CoS", in_batch(faults.RolesSwapped), "cos"),
+    Control("penalty of the root's prefix, without the node's path", faults.root_penalised, aim=REPEATING),
+    Control("rejected tokens stay in the penalty's prefix", faults.rejected_penalised, "dcd_deferred", aim=REPEATING),
 )
 
 
@@ -54,7 +59,7 @@ def method_of(control: Control, toy: Toy, seed: int) -> str | None:
     """The method that a control runs; None where there is none yet."""
     if control.method:
         return control.method if control.method in METHODS else None
-    settings = toy_settings(AIM.target, control.rule, seed, **control.settings)
+    settings = toy_settings(control.aim.target, control.rule, seed, **control.settings)
     for name, method in METHODS.items():
         fits = method.contrast and control.rule in rules_of(toy_method(name, toy).drafter)
         if fits and offers(name, toy, settings):
@@ -68,10 +73,11 @@ def controlled(control: Control, laws: Laws, samples: int) -> Line:
     if name is None:
         wanted = control.method or f"any method with {control.rule} drafts of {control.settings}"
         return Line("controls", control.name, note=f"needs {wanted}, which is not in METHODS")
-    settings = toy_settings(AIM.target, control.rule, laws.seed, **control.settings)
+    aim, prompt = control.aim, control.aim.prompt
+    settings = toy_settings(aim.target, control.rule, laws.seed, **control.settings)
     with control.fault(toy_method(name, laws.toy), settings) as (method, wrong):
-        faulty = laws.tested(texts(method, wrong, samples), name, AIM)
-    clean = laws.tested(texts(toy_method(name, laws.toy), settings, samples), name, AIM)
+        faulty = laws.tested(texts(method, wrong, samples, prompt=prompt), name, aim)
+    clean = laws.tested(texts(toy_method(name, laws.toy), settings, samples, prompt=prompt), name, aim)
     shape = ", ".join(f"{key} {value}" for key, value in control.settings.items())
     figures = {
         "method": name,

@@ -21,6 +21,7 @@ from dcd_core.contrast import Target, target_log_probs
 from dcd_core.decode import Assembled, Settings
 from dcd_core.draft import Draft
 from dcd_core.drafters.protocol import RoundNoise
+from dcd_core.seen import Seen
 from dcd_core.verify import Uniforms, verify
 
 Fault = Callable[[Assembled, Settings], AbstractContextManager[tuple[Assembled, Settings]]]
@@ -218,3 +219,24 @@ def sum_before_kept(shipped):
         return shipped(running, asked[0])
 
     return search
+
+
+# ---- repetition penalty ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def root_penalised(method, settings):
+    """Every row of a draft is penalised by the prefix of its root."""
+
+    def after(self, draft, rows):
+        return self.mask[:, None, :-1].expand(-1, rows, -1)
+
+    with mock.patch.object(Seen, "after", after):
+        yield method, settings
+
+
+@contextmanager
+def rejected_penalised(method, settings):
+    """Provisional tokens that were rejected still count as seen (deferred)."""
+    with mock.patch.object(Seen, "copy", lambda self: self):
+        yield method, settings

@@ -17,7 +17,7 @@ from dcd_core.methods import METHODS
 from dcd_core.scorers import negative_prompt, three_models
 from diagnostics.certificate.g_test import Result, g_test, samples_for
 from diagnostics.certificate.page import Line
-from diagnostics.certificate.pair import BATCH, VOCAB, Toy, counted, exact_law, texts
+from diagnostics.certificate.pair import BATCH, ONE_ID, PROMPT, VOCAB, Toy, counted, exact_law, texts
 from diagnostics.loading import put_together
 
 PLAIN = "chain"
@@ -36,10 +36,11 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Aim:
-    """A target and the scorers after the expert that it weighs (None: the amateur)."""
+    """A target, the scorers after the expert that it weighs (None: the amateur), and the prompt."""
 
     target: Target
     contrast: Callable[[Toy], list[Scorer]] | None = None
+    prompt: tuple[int, ...] = PROMPT
 
 
 TARGETS = {
@@ -54,6 +55,11 @@ OTHER_TARGETS = {
     "top-k 4, top-p .9": Aim(Target.dcd(0.5, top_k=4, top_p=0.9)),
 }
 OTHER_METHODS = ("dcd_eagle3", "dcd_deferred")
+# the penalty depends on the prefix, which every drafter and saving handles in its own way: for all methods
+PENALISED = {
+    "penalty 3": Aim(Target.dcd(0.5, repetition_penalty=3.0), prompt=ONE_ID),
+    "penalty 3, cutoff .1": Aim(Target.dcd(0.5, cutoff=0.1, repetition_penalty=3.0), prompt=ONE_ID),
+}
 LENGTH = 4
 """Tokens of a text: the first, of the prefill, and three more, so that two drafts and their extra token are seen."""
 SMALL_BATCHES = (1, 3)
@@ -83,7 +89,7 @@ class LawCase:
 
     @property
     def aim(self) -> Aim:
-        return (TARGETS | OTHER_TARGETS)[self.target]
+        return (TARGETS | OTHER_TARGETS | PENALISED)[self.target]
 
     def settings(self, seed: int) -> Settings:
         return toy_settings(self.aim.target, self.rule, seed, **VARIANTS[self.variant])
@@ -121,6 +127,23 @@ def law_cases(toy: Toy, seed: int, quick: bool) -> list[LawCase]:
     for name in OTHER_METHODS[: 1 if quick else None]:
         rule = toy_method(name, toy).drafter.default_rule
         found += [LawCase(name, rule, PLAIN, target) for target in OTHER_TARGETS]
+    return found + penalised_cases(toy, seed, quick)
+
+
+def penalised_cases(toy: Toy, seed: int, quick: bool) -> list[LawCase]:
+    """Every method in every variant that it offers but early stops, by its usual rule; the quick certificate takes
+    plain chains, and the other variants of one method."""
+    found, (plain, cut) = [], PENALISED
+    for name in METHODS:
+        drafter = toy_method(name, toy).drafter
+        for variant, more in VARIANTS.items():
+            if "stop" in variant or (quick and variant != PLAIN and name != OTHER_METHODS[0]):
+                continue
+            case = LawCase(
+                name, drafter.usual_rule(Settings(**more).shape), variant, cut if "lazy" in variant else plain
+            )
+            if variant == PLAIN or offers(name, toy, case.settings(seed)):
+                found.append(case)
     return found
 
 
@@ -180,7 +203,7 @@ class Laws:
         scorers = [Scorer(self.toy.pair.expert)]
         if contrast:
             scorers += aim.contrast(self.toy) if aim.contrast else [Scorer(self.toy.pair.amateur)]
-        return exact_law(scorers, aim.target, LENGTH)
+        return exact_law(scorers, aim.target, LENGTH, aim.prompt)
 
     def tested(self, found: np.ndarray, name: str, aim: Aim) -> Result:
         """The test of the next three tokens with the smaller p of that and the first token's."""
@@ -194,7 +217,7 @@ class Laws:
         settings = case.settings(self.seed)
 
         def written(rows: int, batch: int) -> np.ndarray:
-            return texts(toy_method(case.method, self.toy, case.aim), settings, rows, batch)
+            return texts(toy_method(case.method, self.toy, case.aim), settings, rows, batch, case.aim.prompt)
 
         found = written(samples, BATCH)
         result = self.tested(found, case.method, case.aim)

@@ -27,6 +27,8 @@ PADDED = 8  # logits of the models; the last two belong to no id and are cut off
 DRAFTED = (0, 1, 3, 4, 5)  # the head's vocabulary: 2 is never drafted
 LAYERS, TAPS = 5, (1, 2, 3)
 PROMPT = (1, 4, 2, 0, 5, 3, 1)  # every id is followed by something, so n-grams are always found
+ONE_ID = (1, 1, 1)
+"""A prompt that leaves the other ids unseen, for targets that penalise repetition; n-grams are found in it."""
 BATCH = 256
 
 
@@ -113,7 +115,8 @@ def exact_law(scorers: list[Scorer], target: Target, length: int, prompt: tuple[
     """Joint law of the first ``length`` tokens, ``[vocab] * length``: the product of the target over the tokens.
 
     Args:
-        scorers: the target's models, expert first; each reads its prefix and the text whole, without a cache.
+        scorers: the target's models, expert first; each reads its prefix and the text whole, without a cache. The
+            expert's prefix and the text are what a repetition penalty counts.
     """
     asked, vocab, law = Prompt("toy", list(prompt)), scorers[0].model.vocab, np.ones(())
     for place in range(length):
@@ -121,7 +124,8 @@ def exact_law(scorers: list[Scorer], target: Target, length: int, prompt: tuple[
         for scorer in scorers:
             ids = torch.tensor([[*scorer.prefix_ids(asked), *answer] for answer in answers])
             rows.append(scorer.model.forward_full(ids).logits[:, -1])
-        row = target_log_probs(rows, target).exp().numpy()
+        seen = [[token in scorers[0].prefix_ids(asked) + list(answer) for token in range(vocab)] for answer in answers]
+        row = target_log_probs(rows, target, torch.tensor(seen)).exp().numpy()
         law = law[..., None] * row.reshape((vocab,) * (place + 1))
     return law
 

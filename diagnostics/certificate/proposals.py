@@ -15,6 +15,8 @@ EXACT = 1e-10
 """Largest error of the enumeration of a lossless verifier."""
 DUAL_ALPHA = 0.5
 """Contrast strength at which the dual drafter of a world recombines, whatever the target."""
+SHIFT = 1.5
+"""Logits of a world are log-probabilities and this constant, so that scores have both signs under a penalty."""
 VISIBLE = 1e-3
 """A fault must move some probability by at least this much."""
 
@@ -58,8 +60,9 @@ class World:
     def _rows(self, prefix) -> np.ndarray:
         """The target after a prefix, by the shipped function in fp64."""
         names = "pqr"[: len(self.target.weights or "pq")]
-        models = [torch.from_numpy(np.log(self.table(name, prefix, self.vocab))) for name in names]
-        return target_log_probs(models, self.target).numpy()
+        models = [torch.from_numpy(np.log(self.table(name, prefix, self.vocab)) + SHIFT) for name in names]
+        seen = torch.from_numpy(np.isin(np.arange(self.vocab), prefix))
+        return target_log_probs(models, self.target, seen).numpy()
 
 
 TARGETS = {
@@ -70,6 +73,7 @@ TARGETS = {
     "Li": Target.li(0.8, 0.5, cutoff=0.05),
     "CoS, top-k": Target.cos(0.3, 0.8, top_k=2),
     "three models": Target.proxy(0.7),
+    "alpha .5, penalty 2": Target(alpha=0.5, repetition_penalty=2.0),
 }
 
 
