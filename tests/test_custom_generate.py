@@ -340,10 +340,18 @@ def test_a_filled_cache_and_other_attention_are_refused(stock):
     filled = getattr(model(input_ids=ids[:, :3], use_cache=True), cache)
     with pytest.raises(UserError, match="a cache that is filled already"):
         model.generate(ids, **{cache: filled}, **given)
+    other = tiny_causal_lm("smol")
+    other.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(UserError, match="flash_attention_2 attention"):
+        other.generate(ids, **given)
+
+
+def test_eager_attention_gives_the_same_tokens(stock):
+    model, amateur, _ = stock["smol"]
+    given = dict(padded(), custom_generate=contrastive, amateur=amateur, method="dcd_ngram", max_new_tokens=NEW)
     eager = tiny_causal_lm("smol")
     eager.set_attn_implementation("eager")
-    with pytest.raises(UserError, match="eager attention takes no 4D bool masks"):
-        eager.generate(ids, **given)
+    assert torch.equal(eager.generate(**given), model.generate(**given))
 
 
 def test_an_assistant_model_is_refused_by_the_folder(stock):
