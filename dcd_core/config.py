@@ -26,7 +26,16 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from dcd_core.errors import UserError
-from dcd_core.files import TEMPORARY, check_output_folder, file_hash, write_json_atomic, write_text_atomic
+from dcd_core.files import (
+    NOT_WRITTEN,
+    TEMPORARY,
+    check_output_folder,
+    file_hash,
+    not_written,
+    write_json_atomic,
+    write_text_atomic,
+)
+from dcd_core.locks import hold, let_all_go, let_go, refuse_held
 
 ROOT = Path(__file__).resolve().parent.parent
 Settings = TypeVar("Settings")
@@ -101,18 +110,33 @@ def refuse_above(config: Any, **most: float) -> None:
 
 
 def run_entry(main: Callable[[], int | None]) -> int:
-    """Run an entry script's main on the command line; bad input becomes one line, `error: ...`, and exit code 2."""
+    """Run an entry script's main on the command line; bad input becomes one line, `error: ...`, and exit code 2.
+
+    So does a place that cannot be read or written: a full disk, missing permission.
+    """
     try:
         return main() or 0
     except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
-        return 2
+        return _refuse(error)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # whoever reads the output has seen enough (`| head`)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's own flush complains
+            return 141
+        if error.errno in NOT_WRITTEN:  # by a library, which may not say where
+            return _refuse(not_written(error.filename or os.getcwd(), os.strerror(error.errno)))
+        if isinstance(error, PermissionError):
+            return _refuse(UserError(f"{error.filename or 'a file'}: {error.strerror}"))
+        raise
     except KeyboardInterrupt:
         print("stopped; the same command goes on from what is finished", file=sys.stderr, flush=True)
         return 130
-    except BrokenPipeError:  # whoever reads the output has seen enough (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's own flush complains
-        return 141
+    finally:
+        let_all_go()
+
+
+def _refuse(error: UserError) -> int:
+    print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+    return 2
 
 
 def is_free(folder: str | Path) -> bool:
@@ -133,9 +157,12 @@ def make_folder(folder: str | Path) -> Path:
 def refuse_taken(folder: str | Path, overwrite: bool = False) -> None:
     """Raise UserError unless a run of this script may begin, or go on, in `folder`. Changes nothing.
 
-    It may in a new or empty folder, in an unfinished run of the same script and, with `overwrite`, in a finished one.
+    It may in a new or empty folder, in an unfinished run of the same script and, with `overwrite`, in a finished one;
+    not while another process works there.
     """
-    if is_free(folder):
+    free = is_free(folder)
+    refuse_held(folder)
+    if free:
         return
     folder = Path(folder)
     try:
@@ -167,11 +194,13 @@ def _same_script(one: str, other: str) -> bool:
 def save_run(folder: str | Path, config: Any, argv: list[str] | None = None, overwrite: bool = False) -> Path:
     """Begin a run: write config.yaml, command.txt, versions.json and git_sha.txt into `folder`, and return it.
 
-    Raises UserError where `refuse_taken` does, and for a folder that cannot be made. With `overwrite`, the old
-    metrics.json is removed first, so that a half redone run never looks finished.
+    The folder is held by this process until `finish_run`, or its own end. Raises UserError where `refuse_taken` does,
+    and for a folder that cannot be made. With `overwrite`, the old metrics.json is removed first, so that a half redone
+    run never looks finished.
     """
     refuse_taken(folder, overwrite)
     folder = make_folder(folder)
+    hold(folder)
     (folder / "metrics.json").unlink(missing_ok=True)
     settings = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
     command = [_started_as(), *(sys.argv[1:] if argv is None else argv)]
@@ -190,6 +219,7 @@ def finish_run(folder: str | Path, metrics: dict) -> None:
     """
     records = {path.name: file_hash(path) for path in sorted(Path(folder).glob("*.parquet"))}
     write_json_atomic(Path(folder) / "metrics.json", metrics | ({"records": records} if records else {}))
+    let_go(folder)
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Writing files so that a kill at any moment leaves the old content or the new, and naming content by its hash."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -17,6 +18,18 @@ from typing import Any
 from dcd_core.errors import UserError
 
 TEMPORARY = ".tmp"
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What only writing can meet: a full disk, a quota or a limit on files, a file system that is read only."""
+NOT_WRITTEN_WORDS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "Read-only file system",
+    "inline_container.cc",
+    "PytorchStreamWriter",
+    "file write failed",
+)
+"""How torch and safetensors, which raise no OSError, say the same."""
 
 
 def cache_dir(given: str | os.PathLike = "") -> Path:
@@ -33,22 +46,71 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     is moved aside first, so for an instant there is none: give a new name to each checkpoint instead of replacing one.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path.parent)
     temporary = path.with_name(temporary_name(path.name))
     try:
-        yield temporary
-        if not temporary.exists():
-            raise FileNotFoundError(f"nothing was written for {path}")
-        if path.is_dir() and temporary.is_dir():
-            aside = temporary.with_name(temporary.name + "-old")
-            os.replace(path, aside)
-            os.replace(temporary, path)
-            remove(aside)
-        else:
-            os.replace(temporary, path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(path.parent)
+            yield temporary
+            if not temporary.exists():
+                raise FileNotFoundError(f"nothing was written for {path}")
+            if path.is_dir() and temporary.is_dir():
+                aside = temporary.with_name(temporary.name + "-old")
+                os.replace(path, aside)
+                os.replace(temporary, path)
+                remove(aside)
+            else:
+                os.replace(temporary, path)
     finally:
         remove(temporary)
+
+
+@contextmanager
+def writing(path: str | os.PathLike) -> Iterator[None]:
+    """Turn the body's failures to write `path` (full disk, quota, read-only file system) into one line that names it.
+
+    Raises UserError for those, also where torch or safetensors report them; everything else passes.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NOT_WRITTEN:
+            raise not_written(path, os.strerror(error.errno)) from error
+        raise
+    except UserError:
+        raise
+    except Exception as error:
+        if any(word in str(error) for word in NOT_WRITTEN_WORDS):
+            raise not_written(path, _why_not(Path(path)) or str(error)) from error
+        raise
+
+
+def not_written(path: str | os.PathLike, why: str) -> UserError:
+    """The refusal of a place that cannot be written, with the room that is left there."""
+    return UserError(f"{os.fspath(path)} cannot be written ({why}; {_room(Path(path))})")
+
+
+def _room(path: Path) -> str:
+    free = shutil.disk_usage(_existing(path)).free
+    return f"{free / 2**20:.1f} MiB free there" if free < 2**30 else f"{free / 2**30:.1f} GiB free there"
+
+
+def _why_not(path: Path) -> str:
+    """What the system says when a megabyte is written beside `path`; empty when it is."""
+    try:
+        with tempfile.TemporaryFile(dir=_existing(path.parent)) as probe:
+            probe.write(bytes(2**20))
+    except OSError as error:
+        return error.strerror
+    return ""
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder (or file) above that is there."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def remove_leftovers(folder: str | os.PathLike) -> None:
@@ -130,8 +192,7 @@ def check_output_folder(path: str | os.PathLike) -> Path:
 
 def _check_writable(folder: Path, name: str) -> None:
     """Try it, in the nearest folder that is there: permissions alone say too much to root, and of /proc."""
-    while not folder.exists():
-        folder = folder.parent
+    folder = _existing(folder)
     if not folder.is_dir():
         raise UserError(f"{name} cannot be written: {folder} is not a folder")
     with tempfile.TemporaryDirectory(prefix=f"{_temporary_prefix()}{os.getpid()}-", dir=folder):

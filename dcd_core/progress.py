@@ -10,6 +10,12 @@ from tqdm import tqdm
 
 Item = TypeVar("Item")
 SECONDS_BETWEEN_LINES = 10.0
+_work = 0
+
+
+def work_done() -> int:
+    """A number that grows whenever any work of this process moves on: a rank that is slow is not one that hangs."""
+    return _work
 
 
 class Bar:
@@ -32,6 +38,8 @@ class Bar:
 
     def update(self, count: int = 1, note: str = "") -> None:
         """Add `count` to what is done; `note` (such as "loss 2.31") is shown beside the count."""
+        global _work
+        _work += 1
         self.done += count
         self.note = note or self.note
         if self.bar is not None:

@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from dcd_core.chat import template_arguments
-from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
+from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Head
@@ -27,7 +27,7 @@ from dcd_core.prompts import read_prompts
 from dcd_core.replay import Rollout, replay
 from diagnostics.intervals import paired_difference, ratio_of_sums
 from diagnostics.loading import inputs_key, refuse_dual_input
-from diagnostics.parts import Parts, at_every_alpha
+from diagnostics.parts import at_every_alpha, begin
 from diagnostics.rollouts import RolloutFlags, Rollouts
 from diagnostics.wording import plain
 
@@ -62,8 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = config.unread(prompts, config.heads, config.prompts)
     pair, heads = load_heads(config)
     texts = config.texts(pair, stops)
-    parts = Parts(config.output, result_settings(config), config.overwrite)
-    folder = save_run(config.output, config, argv, config.overwrite)
+    parts, folder = begin(config, argv, result_settings(config))
     pieces = at_every_alpha(
         prompts,
         config.alphas,

@@ -20,7 +20,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from dcd_core.chat import template_arguments
-from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run, versions
+from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, versions
 from dcd_core.decode import Settings
 from dcd_core.files import write_text_atomic
 from dcd_core.flags import LoopFlags
@@ -32,7 +32,7 @@ from diagnostics.agreement import TIE
 from diagnostics.contest import Contest, Entry, agreement_counts, arms, refuse_lazy, round_columns, run_contest
 from diagnostics.latency import time_passes
 from diagnostics.loading import inputs_key, short_name
-from diagnostics.parts import Parts
+from diagnostics.parts import begin
 from diagnostics.prediction import with_predictions
 from diagnostics.records import read_records, write_records
 from diagnostics.round_summary import summarise_rounds
@@ -135,8 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     lineup = arms(config.entries, config.alphas)
     contest = Contest(methods, lineup, pair, settings, config.temperature, config.repeats, config.judged, config.cutoff)
-    parts = Parts(config.output, result_settings(config), config.overwrite)
-    folder = save_run(config.output, config, argv, config.overwrite)
+    parts, folder = begin(config, argv, result_settings(config))
     latency = parts.get("latency")
     if latency is None:
         typical = sorted(prompts, key=lambda prompt: len(prompt.ids))[len(prompts) // 2]

@@ -20,7 +20,7 @@ import torch
 from tabulate import tabulate
 
 from dcd_core.chat import template_arguments
-from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
+from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry
 from dcd_core.contrast import Target, scores
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.divergence import acceptance
@@ -44,7 +44,7 @@ from diagnostics.calibration import (
 )
 from diagnostics.latency import time_passes
 from diagnostics.loading import inputs_key, refuse_dual_input
-from diagnostics.parts import Parts, at_every_alpha
+from diagnostics.parts import at_every_alpha, begin
 from diagnostics.unread import UnreadFlags
 
 
@@ -83,8 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = config.unread(prompts, [config.head], config.prompts)
     pair, head = load_models(config.expert, config.amateur, config.head, config.dtype, config.device)
     refuse_dual_input(head, config.head)
-    parts = Parts(config.output, result_settings(config), config.overwrite)
-    folder = save_run(config.output, config, argv, config.overwrite)
+    parts, folder = begin(config, argv, result_settings(config))
     latency = parts.get("latency")
     if latency is None:
         typical = sorted(prompts, key=lambda prompt: len(prompt.ids))[len(prompts) // 2]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from tabulate import tabulate
 
 from dcd_core.chat import template_arguments
-from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
+from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry
 from dcd_core.files import write_json_atomic
 from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS, assemble
@@ -28,7 +28,7 @@ from dcd_core.models import load_scorer
 from dcd_core.prompts import read_prompts
 from diagnostics.identity_checks import REFERENCES, Check, Writer, held_against
 from diagnostics.loading import inputs_key
-from diagnostics.parts import Parts
+from diagnostics.parts import begin
 
 
 @dataclass
@@ -85,8 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     lm, second = load_scorer(config.lm, pair) if config.lm else None, head_for(pair, config.amateur_head)
     for name in config.methods:
         assemble(name, pair, head, lm=lm, amateur_head=second)  # refused here if something is missing
-    parts = Parts(config.output, result_settings(config), config.overwrite)
-    folder = save_run(config.output, config, argv, config.overwrite)
+    parts, folder = begin(config, argv, result_settings(config))
     writer = Writer(pair, head, stops, config, parts, lm, second)
     plan = checks(config, len(prompts))
     results = [held_against(check, prompts[: check.prompts], writer) for check in plan]

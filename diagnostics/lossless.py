@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from dcd_core.chat import template_arguments
-from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry, save_run
+from dcd_core.config import finish_run, git_sha, parse_config, refuse_below, refuse_taken, run_entry
 from dcd_core.files import content_hash, write_json_atomic, write_text_atomic
 from dcd_core.loading import head_for, load_models
 from dcd_core.methods import METHODS
@@ -43,7 +43,7 @@ from diagnostics.certificate.page import Line, print_lines, render, summary
 from diagnostics.certificate.pair import toy_pair
 from diagnostics.identity_checks import Writer
 from diagnostics.loading import code_key, inputs_key, short_name
-from diagnostics.parts import Parts
+from diagnostics.parts import Parts, begin
 
 Task = tuple[str, Callable[[], Line]]
 """What a line is kept under, and how it is made."""
@@ -90,8 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     choose_device(config.device)
     real = load_real(config)
-    parts = Parts(config.output, result_settings(config), config.overwrite)
-    folder = save_run(config.output, config, argv, config.overwrite)
+    parts, folder = begin(config, argv, result_settings(config))
     for old in ("certificate.json", "index.html"):  # of an earlier run, which may have gone better
         (folder / old).unlink(missing_ok=True)
     tasks = planned_tasks(config, real, parts)

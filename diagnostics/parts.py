@@ -12,7 +12,7 @@ from dcd_core.config import save_run
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash, write_json_atomic
-from dcd_core.processes import Ranks, barrier, refuse_unshared
+from dcd_core.processes import ALONE, Ranks, barrier, hold_for_all, refuse_unshared
 from dcd_core.progress import Bar
 
 
@@ -53,12 +53,13 @@ class Parts:
             raise UserError(f"{path} is damaged; delete it, and the same command makes it again") from None
 
 
-def begin(config, argv: list[str] | None, settings, ranks: Ranks) -> tuple[Parts, Path]:
-    """The pieces of a run and its folder, begun by the first rank before any other looks at them.
+def begin(config, argv: list[str] | None, settings, ranks: Ranks = ALONE) -> tuple[Parts, Path]:
+    """The pieces of a run and its folder, held and begun by the first rank before any other looks at them.
 
     `config` has `output` and `overwrite`; `settings` is what decides the results (see `Parts`).
     """
     refuse_unshared(config.output, ranks)
+    hold_for_all(config.output, ranks)
     if ranks.first:
         parts = Parts(config.output, settings, config.overwrite)
         save_run(config.output, config, argv, config.overwrite)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from tabulate import tabulate
 
 from dcd_core.chat import template_arguments
-from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry, save_run
+from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry
 from dcd_core.contrast import Target
 from dcd_core.decode import Assembled, Prompt, Settings, decode
 from dcd_core.flags import LoopFlags
@@ -27,7 +27,7 @@ from dcd_core.progress import Bar
 from dcd_core.prompts import read_prompts
 from diagnostics.contest import WITHOUT_LM, Entry, refuse_lazy, refuse_lm
 from diagnostics.loading import inputs_key
-from diagnostics.parts import Parts
+from diagnostics.parts import begin
 from diagnostics.unread import UnreadFlags, heads_used
 
 BASELINE = "cd"
@@ -94,8 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     heads = {"head": head, "amateur_head": head_for(pair, config.amateur_head)}
     methods = {label: assemble(Entry.parse(label).method, pair, **heads) for label in config.methods}
     settings = result_settings(config) | {"asked": [prompt.id for prompt in prompts]}
-    parts = Parts(config.output, settings, config.overwrite)
-    folder = save_run(config.output, config, argv, config.overwrite)
+    parts, folder = begin(config, argv, settings)
     runs = []
     turns = [
         (repeat, batch, label) for repeat in range(config.repeats) for batch in config.batches for label in methods

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     refuse_quantised(load_config(config.expert), config.expert)
     refuse_start(config)
-    ranks = start(config.seed)
+    ranks = start(config.seed, config.timeout_minutes)
     folder = Path(config.output)
     pair = load_pair(config.expert, dtype=config.expert_dtype, device=str(ranks.device))
     expert = pair.expert

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dcd_core.errors import UserError
-from dcd_core.files import write_text_atomic
+from dcd_core.files import remove, write_text_atomic, writing
 from train.processes import Ranks, barrier, random_state, restore_random_state
 
 UNFINISHED = ".unfinished-"
@@ -56,17 +56,35 @@ class Checkpoints:
         Args:
             members: what is trained: each has a name (the only one of a run has none), an engine, a meter and a
                 history.
+        Raises:
+            UserError: no room for it; the checkpoints before it stay as they are.
         """
         name, temporary = self._name(step), self.folder / f"{UNFINISHED}{self._name(step)}"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with writing(self.folder / name):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._write(temporary, members, step, position)
+        except UserError:
+            remove(temporary)  # it may be what the disk is full of
+            raise
+        barrier()
+        if self.ranks.first:
+            os.replace(temporary, self.folder / name)
+            write_text_atomic(self.folder / "latest", name)
+            for old in self.steps()[: -self.keep]:
+                self._remove(old)
+        barrier()
+
+    def _write(self, folder: Path, members: list, step: int, position: tuple[int, int]) -> None:
+        """This rank's part of a checkpoint."""
         for member in members:
-            place = temporary / member.name
+            place = folder / member.name
             member.engine.save_checkpoint(
                 str(place.parent), tag=place.name, save_latest=False, exclude_frozen_parameters=True
             )
         # what was summed since the last logging too: the next figures are those of a run that was never stopped
         sums = {member.name: member.meter.sums for member in members}
-        torch.save({**random_state(), "sums": sums}, temporary / f"random-{self.ranks.rank}.pt")
+        torch.save({**random_state(), "sums": sums}, folder / f"random-{self.ranks.rank}.pt")
         if self.ranks.first:
             trainer = {
                 "step": step,
@@ -75,14 +93,7 @@ class Checkpoints:
                 "settings": self.settings,
                 "history": {member.name: member.history for member in members},
             }
-            (temporary / "trainer.json").write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-        barrier()
-        if self.ranks.first:
-            os.replace(temporary, self.folder / name)
-            write_text_atomic(self.folder / "latest", name)
-            for old in self.steps()[: -self.keep]:
-                self._remove(old)
-        barrier()
+            (folder / "trainer.json").write_text(json.dumps(trainer, indent=1), encoding="utf-8")
 
     def resume(self, members: list, position_of) -> int:
         """Load the newest checkpoint into the members, with their histories: its step, or 0 when there is none.

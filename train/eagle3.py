@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         print(describe_head_run(config), flush=True)
         return 0
     refuse_start(config)
-    ranks = start(config.seed)
+    ranks = start(config.seed, config.timeout_minutes)
     pair, stops = load_frozen(config, ranks)
     texts = Texts.load(config.train_tokens, config.max_length, pair.expert.vocab, config.max_answer_tokens)
     prompts = trained_prompts(config, texts)

@@ -152,7 +152,7 @@ class FamilyRun:
 def train_family(kind: str, config: FamilyConfig, plans: Sequence[Planned], argv: list[str] | None) -> None:
     """Train every member; write OUTPUT/heads, OUTPUT/manifest.json and OUTPUT/metrics.json."""
     refuse_start(config)
-    ranks = start(config.seed)
+    ranks = start(config.seed, config.timeout_minutes)
     run = FamilyRun(config, plans, ranks)
     if ranks.first:
         print(f"training texts: {run.texts.describe()}; {len(plans)} heads", flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -25,15 +26,16 @@ from dcd_core.progress import Bar
 from train.batches import Batch, Stream
 from train.checkpoints import Checkpoints
 from train.meters import Board, Meter
-from train.processes import Ranks, barrier, refuse_unshared
+from train.processes import Ranks, WaitFlags, barrier, hold_for_all, refuse_unshared
 from train.schedule import learning_rate
+from train.stopping import STOPPED, Termination
 
 FREE = {"weights": False}
 """Metadata of a setting that may change between a run and its resumption: the weights do not depend on it."""
 
 
 @dataclass
-class LoopConfig:
+class LoopConfig(WaitFlags):
     """Settings that every trainer shares; trainers add their own fields."""
 
     output: str = field(
@@ -65,6 +67,7 @@ class LoopConfig:
     dry_run: bool = field(default=False, metadata={"help": "print sizes and steps; load no weights", **FREE})
 
     def __post_init__(self):
+        super().__post_init__()
         refuse_below(self, epochs=1, batch_size=1, gradient_accumulation=1, max_length=1)
         refuse_below(self, save_every=1, keep=1, log_every=1, eval_every=0, seed=0, max_steps=0)
         refuse_below(self, warmup_steps=0, clip=0, weight_decay=0, final_lr_ratio=0, beta1=0, beta2=0)
@@ -187,6 +190,7 @@ def open_run(
     """
     folder = Path(config.output)
     refuse_unshared(folder, ranks)
+    hold_for_all(folder, ranks)
     if ranks.first and config.overwrite and (folder / "metrics.json").exists():
         # metrics.json first: without it the run is unfinished
         for left in ("metrics.json", "manifest.json", "heads", "checkpoints", "tensorboard"):
@@ -254,7 +258,9 @@ def fit(
     Returns:
         The members, in the order of ``modules``.
     Raises:
-        UserError: NaN or inf, with the texts named; a checkpoint of another command; a folder of something else.
+        UserError: NaN or inf, with the texts named; a checkpoint of another command; a folder of something else, or one
+            that another process works in.
+        SystemExit: SIGTERM reached a rank; a checkpoint was written.
     """
     memory = read_deepspeed_config(config.deepspeed_config)
     total = total_steps(config, batches.plan.steps_per_epoch)
@@ -268,8 +274,10 @@ def fit(
         print(f"resuming after step {done} of {total}", flush=True)
     for member in members:
         member.board = Board(Path(config.output) / "tensorboard" / member.name, ranks, done)
-    with Bar(total, f"training {part}".strip(), "steps", done) as bar:
+    with Termination(ranks) as termination, Bar(total, f"training {part}".strip(), "steps", done) as bar:
         for number in range(done, total):
+            if termination.agreed():
+                stop(checkpoints, members, number, batches.position(number), total)
             rate = learning_rate(number, total, config.lr, config.warmup_steps, config.schedule, config.final_lr_ratio)
             norms = optimiser_step(members, batches, step, number, rate)
             last = number + 1 == total
@@ -290,6 +298,15 @@ def fit(
     for member in members:
         member.board.close()
     return members
+
+
+def stop(checkpoints: Checkpoints, members: list[Member], step: int, position: tuple[int, int], total: int) -> None:
+    """Write a checkpoint unless there is one of this step, say so, and end the process; every rank must call it."""
+    if step and step not in checkpoints.steps():
+        checkpoints.save(members, step, position)
+    if checkpoints.ranks.first:
+        print(f"stopped by SIGTERM after step {step} of {total}; the same command resumes", file=sys.stderr, flush=True)
+    raise SystemExit(STOPPED)
 
 
 def progress_note(members: list[Member]) -> str:

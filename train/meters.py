@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dcd_core.files import writing
 from train.processes import Ranks, add_up
 
 
@@ -56,17 +57,19 @@ class Board:
     """TensorBoard on rank 0; after a resumption what was logged past the checkpoint is dropped."""
 
     def __init__(self, folder: Path, ranks: Ranks, done: int):
-        self.writer = None
+        self.folder, self.writer = folder, None
         if ranks.first:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+            with writing(folder):
+                self.writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
 
     def write(self, group: str, metrics: dict[str, float], step: int) -> None:
         if self.writer:
-            for name, value in metrics.items():
-                self.writer.add_scalar(f"{group}/{name}", value, step)
-            self.writer.flush()
+            with writing(self.folder):
+                for name, value in metrics.items():
+                    self.writer.add_scalar(f"{group}/{name}", value, step)
+                self.writer.flush()
 
     def close(self) -> None:
         if self.writer:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import random
+from datetime import timedelta
 
 import numpy as np
 import torch
 
 from dcd_core.processes import (
-    PATIENCE,
+    MEETING,
     Ranks,
+    WaitFlags,
     barrier,
     free_port,
+    hold_for_all,
     local_world,
+    meet,
     planned_world,
     refuse_unshared,
     usable_cores,
@@ -22,9 +26,11 @@ from dcd_core.processes import (
 
 __all__ = [
     "Ranks",
+    "WaitFlags",
     "add_up",
     "barrier",
     "free_port",
+    "hold_for_all",
     "planned_world",
     "random_state",
     "refuse_unshared",
@@ -35,10 +41,15 @@ __all__ = [
 ]
 
 
-def start(seed: int) -> Ranks:
+def start(seed: int, timeout_minutes: float = WaitFlags.timeout_minutes) -> Ranks:
     """Join the run: under the ``deepspeed`` launcher as it says, else as its only process.
 
     CPU ranks share the cores: torch gets at most cores / ranks threads each.
+
+    Args:
+        timeout_minutes: see :class:`WaitFlags`.
+    Raises:
+        UserError: a rank that did not come, by number.
     """
     own = {}
     if "RANK" not in os.environ:
@@ -59,13 +70,18 @@ def start(seed: int) -> Ranks:
     if world == 1:
         # DeepSpeed would compile a shared-memory all-reduce (half a minute), which one process has no use for
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not torch.distributed.is_initialized():
-        try:
-            deepspeed.init_distributed(verbose=False, timeout=PATIENCE)
-        except BaseException:
-            for name in own:  # of a port that cannot be had, say: the next attempt takes another
-                del os.environ[name]
-            raise
+    # of one operation; who does not answer is named before that
+    timeout = timedelta(minutes=timeout_minutes + max(1.0, timeout_minutes / 10))
+    try:
+        meet(
+            lambda: deepspeed.init_distributed(verbose=False, timeout=timeout, init_method=MEETING),
+            timeout_minutes,
+            launched=not own,
+        )
+    except BaseException:
+        for name in own:  # of a port that cannot be had, say: the next attempt takes another
+            del os.environ[name]
+        raise
     rank = torch.distributed.get_rank()
     seed_everything(seed + rank)
     return Ranks(rank, world, torch.device(get_accelerator().current_device_name()))
