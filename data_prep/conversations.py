@@ -36,6 +36,7 @@ from data_prep.raw_turns import Facts, Fields, Turn, benchmark_fault, raw_id, ra
 from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import atomic_path, cache_dir, content_hash, file_hash, write_json_atomic
+from dcd_core.locks import held
 from dcd_core.progress import progress
 
 
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     reading, facts, fields, skips = Reading(), Facts(), Fields(), Counter()
     records = read_records(config.source, cache_dir(config.cache_dir), reading, config.split or "train", config.subset)
     kept = kept_conversations(progress(records, label="conversations"), config, facts, fields, skips, others)
-    with atomic_path(out) as temporary:
+    with held(out), atomic_path(out) as temporary:
         count = write_conversations(kept, temporary, config, skips)
         report = {
             "source": config.source,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dcd_core.errors import UserError
 from dcd_core.files import check_output_file, file_hash
+from dcd_core.locks import refuse_held
 
 
 def report_path(out: Path) -> Path:
@@ -14,8 +15,12 @@ def report_path(out: Path) -> Path:
 
 
 def check_outputs(out: str, inputs: Iterable[str]) -> Path:
-    """`out`, once it is sure that it and its report can be written and replace no input. Raises UserError if not."""
+    """`out`, once it is sure that it and its report can be written, replace no input and are not being written.
+
+    Raises UserError if not.
+    """
     path = check_output_file(out, inputs)
+    refuse_held(path)
     check_output_file(report_path(path), inputs)
     return path
 

@@ -12,23 +12,21 @@ over its own half-done work; one whose command or inputs changed since starts fr
 
 import dcd_core.environment  # noqa: F401  (first: it sets what torch and others read when they are imported)
 
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from data_prep.pipeline_file import PLACES, ROOT, Pipeline, Stage, fill, free_port, load_pipeline
-from dcd_core.config import parse_config, refuse_below, run_entry
+from dcd_core.config import make_folder, parse_config, refuse_below, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, check_output_folder, content_hash, file_hash, remove, write_json_atomic
+from dcd_core.locks import held
 
 FINISHED, STOPPED = "finished", "stopped half-way"
 
@@ -67,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     if config.list_stages:
         print_states(pipeline)
         return 0
-    with lock(check_output_folder(pipeline.run)) as held:
-        return run_stages(pipeline, chosen, config.started or time.time(), config.overwrite, held)
+    with held(make_folder(check_output_folder(pipeline.run))) as lock:
+        return run_stages(pipeline, chosen, config.started or time.time(), config.overwrite, lock)
 
 
 def choose(pipeline: Pipeline, only: list[str], first: str) -> list[Stage]:
@@ -81,7 +79,7 @@ def choose(pipeline: Pipeline, only: list[str], first: str) -> list[Stage]:
     return [stage for stage in pipeline.stages[start:] if not only or stage.name in only]
 
 
-def run_stages(pipeline: Pipeline, chosen: list[Stage], started: float, overwrite: bool, held: int) -> int:
+def run_stages(pipeline: Pipeline, chosen: list[Stage], started: float, overwrite: bool, lock: int) -> int:
     """Run what is not finished, printing each budget before and each time after."""
     for stage in chosen:
         found, key = state(pipeline, stage)
@@ -98,7 +96,7 @@ def run_stages(pipeline: Pipeline, chosen: list[Stage], started: float, overwrit
         stamp = stamp_path(pipeline, stage)
         write_json_atomic(stamp, {"key": key, "finished": False})
         began = time.time()
-        code = run_command(pipeline, stage, held)
+        code = run_command(pipeline, stage, lock)
         seconds = time.time() - began
         if code:
             after = f"stage '{stage.name}' ended with exit code {code} after {clock(seconds)}"
@@ -181,10 +179,10 @@ def clear(pipeline: Pipeline, stage: Stage) -> None:
                 remove(path)
 
 
-def run_command(pipeline: Pipeline, stage: Stage, held: int) -> int:
+def run_command(pipeline: Pipeline, stage: Stage, lock: int) -> int:
     """Run one command with this terminal as its own; returns its exit code, 128 + n after signal n.
 
-    The child inherits the lock (`held`): if this process is killed outright, the lock lasts until the child has ended.
+    The child inherits the lock: if this process is killed outright, the lock lasts until the child has ended.
     """
     command = [fill(part, pipeline.variables | {"port": free_port()}) for part in stage.command]
     environment = os.environ | {
@@ -201,7 +199,7 @@ def run_command(pipeline: Pipeline, stage: Stage, held: int) -> int:
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        children.append(subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[held]))
+        children.append(subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[lock]))
         if stops:  # the signal came while the child was being started
             children[0].terminate()
         code = children[0].wait()
@@ -226,20 +224,6 @@ def summarise(pipeline: Pipeline, seconds: float) -> None:
     made = pipeline.result and (ROOT / pipeline.result).exists()
     result = f"{pipeline.result}: " if made else ""
     print(f"{result}done in {clock(seconds)}, budget {clock(pipeline.budget_s)}", flush=True)
-
-
-@contextmanager
-def lock(run: Path) -> Iterator[int]:
-    """Hold the run folder for this process and the commands it starts. Raises UserError if another one holds it."""
-    run.mkdir(parents=True, exist_ok=True)
-    with open(run / ".lock", "w", encoding="utf-8") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run, or a stage it left behind, still works in {run}; wait for it or end it"
-            ) from None
-        yield handle.fileno()
 
 
 def matches(pipeline: Pipeline, text: str) -> tuple[Path, list[Path]]:

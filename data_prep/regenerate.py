@@ -33,6 +33,7 @@ from dcd_core.contrast import Target
 from dcd_core.decode import Generation, Prompt, Settings, decode
 from dcd_core.errors import UserError
 from dcd_core.files import atomic_path, content_hash, file_hash, write_json_atomic
+from dcd_core.locks import held
 from dcd_core.methods import assemble
 from dcd_core.models import load_config, load_pair
 from dcd_core.progress import Bar
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     records, skips = list(read_conversations(config.conversations)), Counter()
     batches, answer = prepare(config, records, skips)
     # opened only now: a refused start leaves nothing behind
-    with PartialFile(out.with_name(f"{out.name}.partial-{key[:12]}")) as partial:
+    with held(out), PartialFile(out.with_name(f"{out.name}.partial-{key[:12]}")) as partial:
         run(config, batches, answer, partial, skips)
         with atomic_path(out) as temporary:
             counts = write_answers(temporary, partial, {record["id"]: place for place, record in enumerate(records)})

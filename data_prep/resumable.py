@@ -1,19 +1,19 @@
 """A file of finished batches that outlives a kill: what was written whole is kept, what was cut off is done again."""
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from dcd_core.errors import UserError
+from dcd_core.files import writing
 
 
 class PartialFile:
     """JSON lines, a batch at a time: its records, then a line {"batch": number, ...} that makes the batch count.
 
-    Opening it drops whatever follows the last whole batch. `summaries` are the closing lines of the whole ones. Raises
-    UserError while another process has it open.
+    Opening it drops whatever follows the last whole batch. `summaries` are the closing lines of the whole ones. The
+    caller makes sure that no other process has it open.
     """
 
     def __init__(self, path: Path):
@@ -22,11 +22,6 @@ class PartialFile:
         self.offsets: list[int] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("a+b")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.close()
-            raise UserError(f"another process is writing {path}: wait for it or end it") from None
         self.file.truncate(self._read())
         self.file.seek(0, os.SEEK_END)
 
@@ -53,13 +48,14 @@ class PartialFile:
         return end
 
     def append(self, records: list[dict], **summary) -> None:
-        """Add one batch; on return it is on the disk."""
+        """Add one batch; on return it is on the disk. Raises UserError where there is no room."""
         place = self.file.tell()
         summary = {"batch": len(self.summaries), "records": len(records), **summary}
         lines = [json.dumps(value, ensure_ascii=False).encode() + b"\n" for value in [*records, summary]]
-        self.file.write(b"".join(lines))
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        with writing(self.path):
+            self.file.write(b"".join(lines))
+            self.file.flush()
+            os.fsync(self.file.fileno())
         for line in lines[:-1]:
             self.offsets.append(place)
             place += len(line)
@@ -85,10 +81,11 @@ class PartialFile:
             self.remove()  # not one whole batch: nothing to go on from
 
     def close(self) -> None:
-        self.file.close()
+        with suppress(OSError):  # of a batch that had no room, and does not count
+            self.file.close()
 
     def remove(self) -> None:
-        """Delete and close, in this order: once closed, another process may have it. Does nothing when closed."""
+        """Delete and close. Does nothing when closed."""
         if not self.file.closed:
             self.path.unlink(missing_ok=True)
             self.close()

@@ -35,6 +35,7 @@ from dcd_core.chat import Chat, TemplateError, encode, template_arguments
 from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import check_output_file, file_hash
+from dcd_core.locks import held
 from dcd_core.message_fields import REASONING
 from dcd_core.progress import progress
 
@@ -72,18 +73,19 @@ def main(argv: list[str] | None = None) -> int:
     if out.exists() and not config.overwrite:
         refuse_other(out, made)
     counts = Counter()
-    samples = list(limited(all_samples(config, chat, counts), config.limit_tokens))
-    if not samples:
-        reasons = ", ".join(f"{number} x {reason}" for reason, number in counts.most_common(3))
-        raise UserError(f"no conversation gives a sample, so every loss mask would be all zeros ({reasons})")
-    metadata = made | {
-        "samples": len(samples),
-        "tokens": sum(len(sample.input_ids) for sample in samples),
-        "answers": sum(len(sample.answer_spans) for sample in samples),
-        "answer_tokens": sum(len(sample.answer_ids()) for sample in samples),
-        "counts": dict(counts.most_common()),
-    }
-    write_tokens(out, samples, metadata)
+    with held(out):
+        samples = list(limited(all_samples(config, chat, counts), config.limit_tokens))
+        if not samples:
+            reasons = ", ".join(f"{number} x {reason}" for reason, number in counts.most_common(3))
+            raise UserError(f"no conversation gives a sample, so every loss mask would be all zeros ({reasons})")
+        metadata = made | {
+            "samples": len(samples),
+            "tokens": sum(len(sample.input_ids) for sample in samples),
+            "answers": sum(len(sample.answer_spans) for sample in samples),
+            "answer_tokens": sum(len(sample.answer_ids()) for sample in samples),
+            "counts": dict(counts.most_common()),
+        }
+        write_tokens(out, samples, metadata)
     for reason, number in counts.most_common():
         print(f"{number}: {reason}")
     shown = "{samples} samples, {tokens} tokens, {answers} answers, {answer_tokens} answer tokens"

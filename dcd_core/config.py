@@ -140,8 +140,9 @@ def _refuse(error: UserError) -> int:
 
 
 def is_free(folder: str | Path) -> bool:
-    """Whether a folder is new or empty. Raises UserError where files cannot be put into it."""
+    """Whether a folder is new or empty. Raises UserError where files cannot be put into it, or another process works."""
     folder = check_output_folder(folder)
+    refuse_held(folder)
     return not folder.exists() or all(path.name.startswith(TEMPORARY) for path in folder.iterdir())
 
 
@@ -160,9 +161,7 @@ def refuse_taken(folder: str | Path, overwrite: bool = False) -> None:
     It may in a new or empty folder, in an unfinished run of the same script and, with `overwrite`, in a finished one;
     not while another process works there.
     """
-    free = is_free(folder)
-    refuse_held(folder)
-    if free:
+    if is_free(folder):
         return
     folder = Path(folder)
     try:

@@ -149,7 +149,7 @@ def _this_process() -> dict:
 def _refusal(output: str | Path, path: Path) -> UserError:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        holder = "process {pid} on {host} since {since}: {command}".format(**found)
+        holder = "process {pid} (or one that it started) on {host} since {since}: {command}".format(**found)
     except (OSError, ValueError, KeyError, TypeError):  # it has only just taken the lock
         holder = "another process"
     return UserError(f"{output} is in use by {holder}. Wait for it, end it, or choose another output")

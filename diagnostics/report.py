@@ -19,6 +19,7 @@ from pathlib import Path
 from dcd_core.config import git_sha, is_free, make_folder, parse_config, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import TEMPORARY, check_output_folder, remove, write_text_atomic
+from dcd_core.locks import held
 from diagnostics import paper
 from diagnostics.pages import fill_page
 from diagnostics.sections.board import write_board
@@ -72,15 +73,15 @@ def main(argv: list[str] | None = None) -> int:
     for note in notes:
         print(note)
     new = not folder.exists()
-    make_folder(folder)
-    try:
-        sections = build_sections(runs, config)
-        write_text_atomic(folder / PAGE, render(sections, runs, notes, config))
-    except UserError:
-        if new:  # the pictures of the runs before the bad one
-            remove(folder)
-        raise
-    write_board(board, sections)
+    with held(make_folder(folder)):
+        try:
+            sections = build_sections(runs, config)
+            write_text_atomic(folder / PAGE, render(sections, runs, notes, config))
+        except UserError:
+            if new:  # the pictures of the runs before the bad one
+                remove(folder)
+            raise
+        write_board(board, sections)
     print(f"wrote {folder / PAGE}; the figures in TensorBoard: tensorboard --logdir {board}")
     return 0
 

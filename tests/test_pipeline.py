@@ -187,7 +187,7 @@ def test_a_stage_left_behind_by_a_kill_holds_the_run(bench):
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait(timeout=30)
-    with pytest.raises(UserError, match="still works in"):
+    with pytest.raises(UserError, match="is in use by"):
         bench()
     for child in children:
         os.kill(int(child), signal.SIGKILL)

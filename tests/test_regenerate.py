@@ -349,11 +349,3 @@ def test_a_partial_file_keeps_whole_batches_only(tmp_path):
         assert [record["id"] for _, record in again.lines()] == ["a", "b", "c"][: (0, 2, 3)[batches]]
         again.close()
         assert path.stat().st_size == (0, first, len(whole))[batches]
-
-
-def test_two_writers_of_one_partial_file_are_refused(tmp_path):
-    first = PartialFile(tmp_path / "p")
-    with pytest.raises(UserError, match="another process"):
-        PartialFile(tmp_path / "p")
-    first.close()
-    PartialFile(tmp_path / "p").close()
