@@ -140,7 +140,7 @@ def _refuse(error: UserError) -> int:
 
 
 def is_free(folder: str | Path) -> bool:
-    """Whether a folder is new or empty. Raises UserError where files cannot be put into it, or another process works."""
+    """Whether a folder is new or empty. Raises UserError where nothing can be written or another process works."""
     folder = check_output_folder(folder)
     refuse_held(folder)
     return not folder.exists() or all(path.name.startswith(TEMPORARY) for path in folder.iterdir())

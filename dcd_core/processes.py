@@ -59,6 +59,7 @@ class WaitFlags:
     )
 
     def __post_init__(self):
+        getattr(super(), "__post_init__", lambda: None)()  # of the class that it is inherited beside
         if self.timeout_minutes <= 0:
             raise ValueError(f"--timeout_minutes must be above 0, got {self.timeout_minutes}")
 

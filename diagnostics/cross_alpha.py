@@ -28,7 +28,7 @@ from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings
 from dcd_core.errors import UserError
 from dcd_core.files import write_json_atomic
-from dcd_core.processes import join
+from dcd_core.processes import WaitFlags, join
 from dcd_core.prompts import read_prompts
 from dcd_core.replay import replay
 from diagnostics.cross_alpha_summary import FAMILY, summarise_replays
@@ -44,7 +44,7 @@ from diagnostics.wording import percent, points
 
 
 @dataclass(kw_only=True)
-class Config(RolloutFlags):
+class Config(WaitFlags, RolloutFlags):
     """Settings of the matrix."""
 
     family: list[str] = field(metadata={"help": "run of train/cross_alpha.py, or several that are one family"})
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = config.unread(prompts, [place.path for place in places], config.prompts)
     if config.decode > len(prompts):
         raise UserError(f"--decode {config.decode} asks for more prompts than the {len(prompts)} there are; lower it")
-    ranks = join(config.device)
+    ranks = join(config.device, config.timeout_minutes)
     pair, members = load_members(config.expert, config.amateur, places, config.dtype, str(ranks.device))
     decoded = {prompt.id: place for place, prompt in enumerate(prompts[: config.decode])}
     parts, folder = begin(config, argv, result_settings(config, places) | {"decoded": list(decoded)}, ranks)
@@ -135,6 +135,7 @@ def result_settings(config: Config, places: list[Place]) -> dict:
     """What decides a batch's rows: settings and inputs, not where results go or how they are summed."""
     left_out = (
         "output",
+        "timeout_minutes",
         "overwrite",
         "rollouts",
         "limit",

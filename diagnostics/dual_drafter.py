@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts, stops = config.read_prompts()
     members = find_members(config)
     prompts = config.unread_sets(prompts, [path for _, *paths in members for path in paths])
-    ranks = join(config.device)
+    ranks = join(config.device, config.timeout_minutes)
     studies = load_studies(config, members, str(ranks.device))
     parts, folder = begin(config, argv, result_settings(config, members), ranks)
     pieces = measure(studies, prompts, stops, config, parts, ranks)
@@ -121,7 +121,7 @@ def load_studies(config: Config, members: list[tuple[str, str, str]], device: st
 
 def result_settings(config: Config, members: list[tuple[str, str, str]]) -> dict:
     """What decides a batch's rows: settings and inputs, not where results go or how they are summed."""
-    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "skip_trained", "device")
+    left_out = ("output", "overwrite", "rollouts", "alphas", "limit", "skip_trained", "device", "timeout_minutes")
     kept = {name: value for name, value in asdict(config).items() if name not in left_out}
     heads = [path for _, *paths in members for path in paths]
     return kept | {"inputs": inputs_key(config.prompts, config.expert, config.amateur, *heads)}

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     refuse_taken(config.output, config.overwrite)
     prompts, stops = config.read_prompts()
     prompts = config.unread_sets(prompts, [config.head, config.amateur_head, *config.direct_head])
-    ranks = join(config.device)
+    ranks = join(config.device, config.timeout_minutes)
     study = load_study(
         config.expert,
         config.amateur,
@@ -120,7 +120,7 @@ def result_settings(config: Config) -> dict:
     return kept | {"inputs": inputs_key(config.prompts, *models)} | alphas_of_heads(config)
 
 
-KEY_LEAVES_OUT = ("output", "rollouts", "overwrite", "alphas", "limit", "skip_trained", "device")
+KEY_LEAVES_OUT = ("output", "rollouts", "overwrite", "alphas", "limit", "skip_trained", "device", "timeout_minutes")
 
 
 def alphas_of_heads(config: Config) -> dict:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from dcd_core.chat import template_arguments
 from dcd_core.config import refuse_below
 from dcd_core.decode import Prompt
+from dcd_core.processes import WaitFlags
 from dcd_core.prompts import read_prompts
 from diagnostics.loading import short_name
 from diagnostics.rollouts import RolloutFlags
 
 
 @dataclass(kw_only=True)
-class StudyFlags(RolloutFlags):
+class StudyFlags(WaitFlags, RolloutFlags):
     """To be inherited by a script's dataclass."""
 
     prompts: list[str] = field(metadata={"help": "held-out prompts, JSONL {id, messages}; a data set a file"})

@@ -1,56 +1,53 @@
-"""A place with little room: a small tmpfs as root, a limit on the size of files elsewhere, so that no test is skipped.
-
-Run as a script it is the second kind: ``python full_disk.py BYTES SCRIPT ...`` runs a script of the project under it.
-"""
+"""A place with little room: a small tmpfs as root, elsewhere a limit on the size of files: no test is skipped."""
 
 import os
 import resource
+import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-@dataclass
 class Small:
-    """A folder that holds so many bytes, and how a script is run there; ``free`` gives it room."""
+    """A folder that can be made full, for this process, and empty again.
 
-    folder: Path
-    limit: list[str] = field(default_factory=list)
-    mounted: bool = False
+    Attributes:
+        largest: bytes that a file of a child may have while it is full; 0 where the folder itself has no room.
+    """
 
-    def run(self, script: str, *flags: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, *self.limit, script, *flags]
-        return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, **CAPTURED)
+    def __init__(self, folder: Path):
+        self.folder, self.largest = folder, 0
+        folder.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+        self.mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self, room: int) -> None:
+        """Leave so many bytes, or let no new file have more."""
+        if self.mounted:
+            self._resize(f"{shutil.disk_usage(self.folder).used + room}")
+        else:
+            self.largest = room
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, self.before[1]))
 
     def free(self) -> None:
         """Make room."""
         if self.mounted:
-            subprocess.run(["mount", "-o", "remount,size=64m", str(self.folder)], check=True)
-        self.limit = []
+            self._resize("64m")
+        self.largest = 0
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
-
-CAPTURED = {"capture_output": True, "text": True}
+    def _resize(self, size: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(self.folder)], check=True)
 
 
 @contextmanager
-def small(folder: Path, room: int, largest: int) -> Iterator[Small]:
-    """A folder with `room` bytes or, where none can be mounted, whose files hold `largest` bytes at most."""
-    folder.mkdir()
-    mounted = os.geteuid() == 0 and not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(folder)], **CAPTURED
-    ).returncode
+def small(folder: Path) -> Iterator[Small]:
+    place = Small(folder)
     try:
-        yield Small(folder, [] if mounted else [__file__, str(largest)], mounted)
+        yield place
     finally:
-        if mounted:
+        place.free()
+        if place.mounted:
             subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])

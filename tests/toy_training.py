@@ -1,8 +1,10 @@
 """Toy token files and flags for the trainers' tests, and child processes that can be killed."""
 
+import functools
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -100,11 +102,16 @@ def head_weights(output: Path, head: str = "head") -> dict:
 SERVER = multiprocessing.get_context("forkserver")
 
 
-def in_child(*arguments, timeout: float = 120) -> int:
-    """Run :func:`child_main` in a fresh process; its exit code (negative: the signal that killed it)."""
+def start_child(target, *arguments):
+    """A fresh process in which DeepSpeed and the trainers are imported already."""
     SERVER.set_forkserver_preload(["toy_training", "train.eagle3", "train.cross_alpha", "train.amateur", "deepspeed"])
-    process = SERVER.Process(target=child_main, args=arguments)
+    process = SERVER.Process(target=target, args=arguments)
     process.start()
+    return process
+
+
+def end_of(process, timeout: float = 120) -> int:
+    """Its exit code (negative: the signal that killed it)."""
     process.join(timeout)
     if process.is_alive():
         process.kill()
@@ -113,28 +120,48 @@ def in_child(*arguments, timeout: float = 120) -> int:
     return process.exitcode
 
 
+def in_child(*arguments, timeout: float = 120, **options) -> int:
+    """Run :func:`child_main` in a fresh process; its exit code (negative: the signal that killed it)."""
+    return end_of(start_child(functools.partial(child_main, **options), *arguments), timeout)
+
+
 def child_main(
     argv: list[str],
     log: str,
     kill_at: tuple[int, float] | None = None,
     kill_in: str = "",
     script: str = "train.eagle3",
+    by: int = signal.SIGKILL,
+    group: dict[str, str] | None = None,
+    largest: int = 0,
 ) -> None:
-    """The script's main in this process, killed ``kill_at = (steps, seconds)`` that long after so many optimiser steps
-    of this process, or at a place of its second save: ``write`` (half is written), ``rename`` (nothing is renamed)."""
+    """The script in this process, as its command line runs it.
+
+    Args:
+        kill_at: killed so many ``(steps, seconds)`` after its start.
+        kill_in: killed at a place of its second save: ``write`` (half is written), ``rename`` (nothing is renamed).
+        by: the signal that it is killed by.
+        group: the variables of :data:`GROUP`, for one of several ranks.
+        largest: bytes that a file may have; 0: no limit.
+    """
     sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115
     for name in GROUP:
         os.environ.pop(name, None)
+    os.environ |= group or {}
+    import deepspeed
     import torch
 
     import train.checkpoints
     import train.loop
+    from dcd_core.config import run_entry
 
+    if group:  # it would be compiled
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     main = importlib.import_module(script).main
     torch.set_num_threads(1)
 
     def die(*_arguments, **_options):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), by)
 
     if kill_at is not None:
         original, calls = train.loop.optimiser_step, []
@@ -152,7 +179,9 @@ def child_main(
         train.checkpoints.os = _Patched(os, replace=_second(os.replace, die))
     if kill_in == "write":
         train.checkpoints.torch = _Patched(torch, save=_second(torch.save, die))
-    raise SystemExit(main(argv))
+    if largest:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+    raise SystemExit(run_entry(functools.partial(main, argv)))
 
 
 def _second(function, instead):
