@@ -51,6 +51,10 @@ RECORDED_PACKAGES = (
     "dcd",
 )
 ARGPARSE_OPTIONS = {"action", "choices", "const", "default", "dest", "help", "metavar", "nargs", "required", "type"}
+PAIR = ("expert", "amateur", "head", "amateur_head", "lm", "dtype", "device")
+"""What the `pair` block of a YAML file may hold: a script takes of it what it has a setting for."""
+FROM_PAIR = "pair"
+"""Metadata of a setting that takes another entry of that block than the one of its own name; "" for none."""
 NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^-(inf|nan)$")
 
 
@@ -59,7 +63,8 @@ def parse_config(cls: type[Settings], argv: list[str] | None = None, description
 
     A script with an expert also takes `--check_models false`, which loads models without dcd_core.model_check.
 
-    A null in a YAML file means the default. `--local_rank`, which the deepspeed launcher adds, is accepted and dropped
+    A null in a YAML file means the default. A block `pair` in it describes models for any script, which takes what it has
+    settings for. `--local_rank`, which the deepspeed launcher adds, is accepted and dropped
     (the launcher also sets LOCAL_RANK). Raises UserError for an unknown flag or key, a value of the wrong type, a
     number that is not finite, or what the dataclass's own checks refuse (ValueError in __post_init__).
     """
@@ -270,7 +275,7 @@ class _Parser(HfArgumentParser):
         self._negative_number_matcher = NEGATIVE_NUMBER
         self.fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         # shown in the help only: parse_config has taken it out of the arguments
-        self.add_argument("--config", metavar="FILE", help="YAML file with any of these settings; flags win over it")
+        self.add_argument("--config", metavar="FILE", help="YAML file with any of these settings, or a pair; flags win")
         if "expert" in self.fields:
             text = "compare a few tokens with the model's own forward when a model is loaded"
             self.add_argument("--check_models", type=string_to_bool, default=True, help=text)
@@ -296,7 +301,7 @@ class _Parser(HfArgumentParser):
     def flags_from_yaml(self, path: str) -> list[str]:
         """The settings in a YAML file as flags, checked on their own so that an error names the file."""
         flags = []
-        for name, value in _read_yaml(path).items():
+        for name, value in self._with_pair(_read_yaml(path), path).items():
             if name not in self.fields:
                 close = difflib.get_close_matches(str(name), self.fields, n=1)
                 hint = f"; did you mean '{close[0]}'?" if close else "; --help lists the settings"
@@ -311,6 +316,22 @@ class _Parser(HfArgumentParser):
             action.required = True
         self.source = ""
         return flags
+
+    def _with_pair(self, settings: dict, path: str) -> dict:
+        """Settings in which a `pair` block, if there is one, is replaced by what this script takes of it."""
+        settings = dict(settings)
+        pair = settings.pop("pair", {})
+        if not isinstance(pair, dict):
+            raise UserError(f"{path}: 'pair' must hold `name: value` lines of {', '.join(PAIR)}")
+        unknown = [str(name) for name in pair if name not in PAIR]
+        if unknown:
+            raise UserError(f"{path}: a pair has no '{unknown[0]}'; it has {', '.join(PAIR)}")
+        for name, field in self.fields.items():
+            source = field.metadata.get(FROM_PAIR, name)
+            if pair.get(source) is not None and name not in settings:
+                one_of_several = self._option_string_actions[f"--{name}"].nargs == "*"
+                settings[name] = [pair[source]] if one_of_several else pair[source]
+        return settings
 
     def _flag(self, name: str, value: Any, path: str) -> list[str]:
         action = self._option_string_actions[f"--{name}"]

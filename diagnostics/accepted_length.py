@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from dcd_core.chat import template_arguments
-from dcd_core.config import finish_run, parse_config, refuse_below, refuse_taken, run_entry
+from dcd_core.config import FROM_PAIR, finish_run, parse_config, refuse_below, refuse_taken, run_entry
 from dcd_core.decode import Prompt
 from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Head
@@ -36,7 +36,9 @@ from diagnostics.wording import plain
 class Config(RolloutFlags):
     """Settings of the comparison."""
 
-    heads: list[str] = field(metadata={"help": "EAGLE3 heads (folders or hub ids); the first is the base"})
+    heads: list[str] = field(
+        metadata={"help": "EAGLE3 heads (folders or hub ids); the first is the base", FROM_PAIR: "head"}
+    )
     prompts: str = field(metadata={"help": "held-out prompts, JSONL {id, messages}"})
     alphas: list[float] = field(default_factory=lambda: [0.1, 0.5], metadata={"help": "contrast strengths"})
     gamma: int = field(default=5, metadata={"help": "drafts per round"})

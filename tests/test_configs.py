@@ -6,28 +6,45 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from test_layout import ENTRIES, name
 
 from data_prep.pipeline import ROOT, Stage, fill, load_pipeline
-from dcd_core.config import parse_config
+from dcd_core.config import FROM_PAIR, parse_config
 from dcd_core.errors import UserError
 from diagnostics.paper import CROSS_ALPHAS
 
 CONFIGS = ROOT / "configs"
+
+
+def settings(module: str) -> type:
+    """The settings class of an entry script."""
+    return importlib.import_module(module).Config
+
+
 # settings that a file leaves to the command line
 GIVEN = {
-    "diagnostics.benchmark": ["--expert", "e", "--prompts", "p", "--output", "o"],
-    "diagnostics.signal_error": [f"--{flag}=x" for flag in ("expert", "amateur", "head", "prompts", "output")],
-    "diagnostics.cross_alpha": [f"--{flag}=x" for flag in ("expert", "amateur", "family", "prompts", "output")],
-    "diagnostics.dual_drafter": [f"--{flag}=x" for flag in ("expert", "amateur", "family", "prompts", "output")],
-    "train.eagle3": ["--expert", "e", "--train_tokens", "t", "--output", "o"],
-    "train.amateur": ["--expert", "e", "--train_tokens", "t", "--output", "o"],
-    "train.cross_alpha": ["--expert", "e", "--amateur", "a", "--train_tokens", "t", "--output", "o"],
-    "train.dual_drafter": ["--expert", "e", "--amateur", "a", "--train_tokens", "t", "--output", "o"],
+    module: [f"--{flag}=x" for flag in flags.split()]
+    for module, flags in {
+        "data_prep.regenerate": "amateur",
+        "diagnostics.lossless": "expert amateur prompts",
+        "diagnostics.benchmark": "expert prompts output",
+        "diagnostics.signal_error": "expert amateur head prompts output",
+        "diagnostics.cross_alpha": "expert amateur family prompts output",
+        "diagnostics.dual_drafter": "expert amateur family prompts output",
+        "train.eagle3": "expert train_tokens output",
+        "train.amateur": "expert train_tokens output",
+        "train.cross_alpha": "expert amateur train_tokens output",
+        "train.dual_drafter": "expert amateur train_tokens output",
+    }.items()
 }
+# every script that is given models
+TAKES_A_PAIR = [
+    name(path) for path in ENTRIES if "expert" in {item.name for item in dataclasses.fields(settings(name(path)))}
+]
 # folder, or folder and the beginning of the file's name -> the scripts that read it
 READERS = {
-    "pairs/": ["diagnostics.benchmark", "diagnostics.signal_error"],
+    "pairs/": TAKES_A_PAIR,
     "benchmark/": ["diagnostics.benchmark"],
     "signal_error/": ["diagnostics.signal_error"],
     "cross_alpha/": ["diagnostics.cross_alpha"],
@@ -48,11 +65,6 @@ SET_BY_FLAGS = {
 }
 
 
-def settings(module: str) -> type:
-    """The settings class of an entry script."""
-    return importlib.import_module(module).Config
-
-
 def readers(path: Path) -> list[str]:
     """The scripts that a YAML file is for."""
     place = path.relative_to(CONFIGS).as_posix()
@@ -67,7 +79,36 @@ CASES = [(path, module) for path in FILES for module in readers(path)]
 
 @pytest.mark.parametrize("path, module", CASES, ids=[f"{path.stem}-{module}" for path, module in CASES])
 def test_a_settings_file_is_read_by_its_script(path, module):
-    assert parse_config(settings(module), ["--config", str(path), *GIVEN[module]])
+    assert parse_config(settings(module), ["--config", str(path), *required(module)])
+
+
+@pytest.mark.parametrize("module", TAKES_A_PAIR)
+@pytest.mark.parametrize("path", sorted((CONFIGS / "pairs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_pair_serves_every_script_that_is_given_models(path, module):
+    """What the script has no setting for is left out; a trainer's own dtype is not the pair's."""
+    pair = yaml.safe_load(path.read_text())["pair"]
+    taken = {item.name: item.metadata.get(FROM_PAIR, item.name) for item in dataclasses.fields(settings(module))}
+    given = [flag for flag in required(module) if taken[flag.split("=")[0].strip("-")] not in pair]
+    found = parse_config(settings(module), ["--config", str(path), *given])
+    for item, source in taken.items():
+        if source in pair:
+            assert getattr(found, item) in (pair[source], [pair[source]]), item
+    assert found.expert == pair["expert"] and (module.startswith("train") or "dtype" not in taken or found.dtype)
+    assert not module.startswith("train") or (found.dtype, found.expert_dtype) == ("float32", pair["dtype"])
+
+
+@pytest.mark.parametrize("text", ["pair: {expert: e, haed: h}", "pair: e", "pair: {alphas: [0.1]}"])
+def test_a_pair_of_something_else_is_refused(tmp_path, text):
+    (tmp_path / "pair.yaml").write_text(text)
+    with pytest.raises(UserError, match="pair"):
+        parse_config(settings("diagnostics.benchmark"), ["--config", str(tmp_path / "pair.yaml"), "--prompts=p"])
+
+
+def test_what_stands_beside_a_pair_and_flags_win(tmp_path):
+    (tmp_path / "pair.yaml").write_text("pair: {expert: e, amateur: a, head: h}\nhead: mine")
+    flags = ["--config", str(tmp_path / "pair.yaml"), "--amateur=b", "--prompts=p", "--output=o"]
+    found = parse_config(settings("diagnostics.benchmark"), flags)
+    assert (found.expert, found.amateur, found.head) == ("e", "b", "mine")
 
 
 def test_the_papers_matrix_trains_and_decodes_with_the_same_alphas():
@@ -139,6 +180,7 @@ def test_every_setting_is_explained(path):
 def required(module: str) -> list[str]:
     """Flags for the settings that have no default, or that a script asks for all the same."""
     more = {"diagnostics.dual_drafter": ["--family=x"], "train.amateur": ["--keep_layers=0-1"]}
+    more["data_prep.regenerate"] = ["--method=cd"]
     more["dcd_core.generate"] = ["--amateur=x", "--head=x", "--prompt=x"]
     missing = [
         item.name

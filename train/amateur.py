@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from dcd_core.config import finish_run, parse_config, run_entry
+from dcd_core.config import FROM_PAIR, finish_run, parse_config, run_entry
 from dcd_core.files import atomic_path
 from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_config, load_model, load_pair
@@ -42,7 +42,9 @@ class Config(LoopConfig):
     max_answer_tokens: int = field(default=0, metadata={"help": "train on the first texts up to this many; 0: all"})
     eval_texts: int = field(default=0, metadata={"help": "held-out texts to compare on; 0: all", **FREE})
     skip_trained: bool = field(default=False, metadata={"help": SKIP_TRAINED, **FREE})
-    expert_dtype: Literal["float32", "bfloat16"] = field(default="bfloat16", metadata={"help": "of the frozen expert"})
+    expert_dtype: Literal["float32", "bfloat16"] = field(
+        default="bfloat16", metadata={"help": "of the frozen expert", FROM_PAIR: "dtype"}
+    )
 
     def __post_init__(self):
         super().__post_init__()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data_prep.vocabulary import DraftVocabulary, build_vocabulary, load_vocabulary
 from dcd_core.chat import stop_ids
-from dcd_core.config import refuse_above, refuse_below
+from dcd_core.config import FROM_PAIR, refuse_above, refuse_below
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash
 from dcd_core.heads.dual_input import DualInputHead
@@ -50,7 +50,9 @@ class HeadConfig(LoopConfig):
     )
     head_layers: int = field(default=1, metadata={"help": "decoder blocks of the head: its depth"})
     head_intermediate_size: int = field(default=0, metadata={"help": "width of the head's MLPs; 0: the expert's"})
-    expert_dtype: Literal["float32", "bfloat16"] = field(default="bfloat16", metadata={"help": "of the frozen models"})
+    expert_dtype: Literal["float32", "bfloat16"] = field(
+        default="bfloat16", metadata={"help": "of the frozen models", FROM_PAIR: "dtype"}
+    )
     feature_layers: list[int] = field(
         default_factory=list, metadata={"help": "taps, as indices of hidden_states (default: 2, n//2, n-3)"}
     )

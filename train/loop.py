@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dcd_core.config import refuse_above, refuse_below, refuse_taken, save_run
+from dcd_core.config import FROM_PAIR, refuse_above, refuse_below, refuse_taken, save_run
 from dcd_core.errors import UserError
 from dcd_core.files import remove
 from dcd_core.progress import Bar
@@ -55,7 +55,7 @@ class LoopConfig(WaitFlags):
     beta1: float = field(default=0.9, metadata={"help": "AdamW"})
     beta2: float = field(default=0.95, metadata={"help": "AdamW"})
     weight_decay: float = field(default=0.0, metadata={"help": "AdamW"})
-    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "of the trained weights"})
+    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "of the trained weights", FROM_PAIR: ""})
     deepspeed_config: str = field(
         default="", metadata={"help": "JSON with ZeRO stage and other memory settings (default: ZeRO 0)", **FREE}
     )
