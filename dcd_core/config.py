@@ -63,8 +63,8 @@ def parse_config(cls: type[Settings], argv: list[str] | None = None, description
 
     A script with an expert also takes `--check_models false`, which loads models without dcd_core.model_check.
 
-    A null in a YAML file means the default. A block `pair` in it describes models for any script, which takes what it has
-    settings for. `--local_rank`, which the deepspeed launcher adds, is accepted and dropped
+    A null in a YAML file means the default. A block `pair` in it describes models for any script, which takes what it
+    has settings for. `--local_rank`, which the deepspeed launcher adds, is accepted and dropped
     (the launcher also sets LOCAL_RANK). Raises UserError for an unknown flag or key, a value of the wrong type, a
     number that is not finite, or what the dataclass's own checks refuse (ValueError in __post_init__).
     """

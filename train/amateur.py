@@ -11,6 +11,7 @@ checkpoint.
 
 import dcd_core.environment  # noqa: F401  (first: it sets what torch and others read when they are imported)
 
+import gc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     pieces = common_pieces(config, stream, ranks, expert.vocab)
     module = Distil(prune(whole, layers, config.train_embeddings).to(ranks.device), expert.vocab, pieces)
     del whole
+    gc.collect()  # its hooks and it hold each other
     if ranks.first:
         print(f"training texts: {texts.describe()}; keeping layers {layers}", flush=True)
     identity = {"training texts": texts.hash, "expert weights": model_identity(expert.model)}

@@ -8,18 +8,14 @@ from dcd_core.models import default_feature_layers, load_config
 from train.family_run import FamilyConfig, Planned, groups
 from train.processes import planned_world
 from train.sizes import (
-    BYTES,
-    batch_bytes,
     count_parameters,
     describe_shape,
     describe_texts,
-    gigabytes,
     head_parameters,
     head_shape,
-    on_meta,
-    training_bytes,
     zero_stage,
 )
+from train.step_memory import BYTES, gigabytes, head_memory, on_meta, training_bytes
 
 
 def describe_family(config: FamilyConfig, plans: Sequence[Planned]) -> str:
@@ -33,13 +29,11 @@ def describe_family(config: FamilyConfig, plans: Sequence[Planned]) -> str:
         )
     head = head_parameters(shape)
     sizes = {role: count_parameters(on_meta(model)) for role, model in models.items()}
-    together = max(map(len, groups(plans, config.members_at_a_time)))
-    stage = zero_stage(config)
-    data, plan = describe_texts(config, models["expert"].vocab_size)
-    longest = max(plan.lengths) if plan else config.max_length
-    batch = batch_bytes(config, shape, longest, targets=len({plan.aim for plan in plans}))
-    trained = together * training_bytes(head, config.dtype, stage, planned_world())
-    frozen = sum(sizes.values()) * BYTES[config.expert_dtype]
+    together = max(groups(plans, config.members_at_a_time), key=len)
+    stage, world = zero_stage(config), planned_world()
+    data, steps = describe_texts(config, models["expert"].vocab_size)
+    aims = [plan.aim for plan in together]
+    memory = head_memory(config, list(models.values()), shape, aims, steps, stage, world, plans[0].input)
     # weights and optimiser state, whole over all ranks, without gradients
     checkpoint = training_bytes(head, config.dtype, 0, 1) - head * BYTES[config.dtype]
     return "\n".join(
@@ -52,11 +46,11 @@ def describe_family(config: FamilyConfig, plans: Sequence[Planned]) -> str:
             describe_shape("each head", head, shape, config.dtype),
             data,
             describe_cost(config, plans, sum(sizes.values()), head),
-            f"memory per rank: expert and amateur {gigabytes(frozen)}, {together} heads at a time with AdamW at ZeRO "
-            f"{stage} {gigabytes(trained)}, at most about {gigabytes(batch)} for a micro-batch of "
-            f"{config.batch_size} x {longest} tokens; together {gigabytes(frozen + trained + batch)}",
+            memory.describe(
+                f"expert and amateur {{frozen}}, {len(together)} heads at a time with AdamW at ZeRO {stage} {{trained}}"
+            ),
             f"disk: heads {gigabytes(len(plans) * head * BYTES[config.dtype])}, checkpoints at most about "
-            f"{gigabytes(checkpoint * (config.keep * len(plans) + together))}",
+            f"{gigabytes(checkpoint * (config.keep * len(plans) + len(together)))}",
         ]
     )
 

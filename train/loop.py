@@ -55,7 +55,9 @@ class LoopConfig(WaitFlags):
     beta1: float = field(default=0.9, metadata={"help": "AdamW"})
     beta2: float = field(default=0.95, metadata={"help": "AdamW"})
     weight_decay: float = field(default=0.0, metadata={"help": "AdamW"})
-    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "of the trained weights", FROM_PAIR: ""})
+    dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata={"help": "of the trained weights", FROM_PAIR: ""}
+    )
     deepspeed_config: str = field(
         default="", metadata={"help": "JSON with ZeRO stage and other memory settings (default: ZeRO 0)", **FREE}
     )

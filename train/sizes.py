@@ -7,19 +7,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from dcd_core.heads.checkpoint import load_head_config
 from dcd_core.heads.dual_input import make_head
 from dcd_core.heads.eagle3 import Eagle3Config
 from dcd_core.models import default_feature_layers, load_config
-from train.batches import Plan, Stream, Texts
+from train.batches import Batch, Plan, Stream, Texts
 from train.loop import read_deepspeed_config, total_steps
 from train.processes import Ranks, planned_world
 from train.pruning import parse_layers, pruned_config, refuse_quantised
-from train.unroll import LOGIT_BUDGET, logit_pieces
-
-BYTES = {"float32": 4, "bfloat16": 2}
+from train.step_memory import amateur_memory, fullest, head_memory, on_meta
+from train.unroll import EXPERT, logit_pieces
 
 
 def count_parameters(module: nn.Module, trained_only: bool = False) -> int:
@@ -27,35 +25,14 @@ def count_parameters(module: nn.Module, trained_only: bool = False) -> int:
     return sum(item.numel() for item in module.parameters() if item.requires_grad or not trained_only)
 
 
-def on_meta(config) -> nn.Module:
-    """A model of this configuration without weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def training_bytes(parameters: int, dtype: str, stage: int, world: int) -> int:
-    """Weights, gradients and AdamW state of one rank [Rajbhandari et al. 2020, arXiv 1910.02054].
-
-    bf16 keeps fp32 master weights beside the bf16 ones.
-    """
-    weights, gradients = BYTES[dtype], BYTES[dtype]
-    state = 8 if dtype == "float32" else 12
-    shares = [weights / (world if stage >= 3 else 1), gradients / (world if stage >= 2 else 1)]
-    shares.append(state / (world if stage >= 1 else 1))
-    return int(parameters * sum(shares))
-
-
-def gigabytes(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
-
-
-def describe_texts(config, vocab: int) -> tuple[str, Plan | None]:
-    """The lines on data and steps; without token files only what is missing."""
+def describe_texts(config, vocab: int) -> tuple[str, list[list[Batch]]]:
+    """The lines on data and steps, and the micro-batches of the fullest steps; without token files only what is
+    missing."""
     missing = [path for path in config.train_tokens if not Path(path).is_file()]
     world = planned_world()
     if missing:
         lines = f"training texts: not there yet ({', '.join(missing)}), so the number of steps is not known"
-        return lines + (f" (at most {config.max_steps})" if config.max_steps else ""), None
+        return lines + (f" (at most {config.max_steps})" if config.max_steps else ""), fullest(config, None, None, 0)
     texts = Texts.load(config.train_tokens, config.max_length, vocab, getattr(config, "max_answer_tokens", 0))
     plan = Plan(tuple(texts.lengths), config.batch_size, world, config.gradient_accumulation, config.seed)
     steps = total_steps(config, plan.steps_per_epoch)
@@ -63,29 +40,23 @@ def describe_texts(config, vocab: int) -> tuple[str, Plan | None]:
         f"training texts: {texts.describe()}\n"
         f"optimiser steps: {steps} of {plan.global_batch} texts ({world} ranks x {config.batch_size} x "
         f"{config.gradient_accumulation} micro-batches), {config.epochs} epochs"
-    ), plan
+    ), fullest(config, texts, plan, steps)
 
 
 def describe_head_run(config) -> str:
     """Tokens, parameters, memory and steps of a head's training, from configurations only."""
     expert_config = load_config(config.expert)
     shape = load_head_config(config.head_init) if config.head_init else head_shape(config, expert_config)
-    head = head_parameters(shape)
     expert = count_parameters(on_meta(expert_config))
+    data, steps = describe_texts(config, expert_config.vocab_size)
     stage = zero_stage(config)
-    data, plan = describe_texts(config, expert_config.vocab_size)
-    longest = max(plan.lengths) if plan else config.max_length
-    batch = batch_bytes(config, shape, longest)
-    trained = training_bytes(head, config.dtype, stage, planned_world())
-    frozen = expert * BYTES[config.expert_dtype]
+    memory = head_memory(config, [expert_config], shape, [EXPERT], steps, stage, planned_world())
     return "\n".join(
         [
             f"expert {config.expert}: {expert / 1e6:.1f} M parameters, frozen, {config.expert_dtype}",
-            describe_shape("head", head, shape, config.dtype),
+            describe_shape("head", head_parameters(shape), shape, config.dtype),
             data,
-            f"memory per rank: expert {gigabytes(frozen)}, head with AdamW at ZeRO {stage} {gigabytes(trained)}, "
-            f"at most about {gigabytes(batch)} for a micro-batch of {config.batch_size} x {longest} tokens; "
-            f"together {gigabytes(frozen + trained + batch)}",
+            memory.describe(f"expert {{frozen}}, head with AdamW at ZeRO {stage} {{trained}}"),
         ]
     )
 
@@ -125,19 +96,6 @@ def describe_shape(what: str, parameters: int, shape: Eagle3Config, dtype: str) 
         f"{what}: {parameters / 1e6:.1f} M trained parameters, {shape.num_hidden_layers} block(s), "
         f"{shape.draft_vocab_size} draft ids, {taps}, {dtype}"
     )
-
-
-def batch_bytes(config, shape: Eagle3Config, longest: int, targets: int = 1) -> int:
-    """About what one head's share of a micro-batch needs, with so many different training targets beside it."""
-    wide, hidden = BYTES[config.dtype], shape.hidden_size
-    # per position and step: about 14 H-wide and 3 MLP-wide activations of each block are kept for the backward pass
-    block = 14 * hidden + 3 * shape.intermediate_size
-    kept = config.unroll_steps * shape.num_hidden_layers * block * wide
-    features = (sum(shape.feature_widths) + 2 * hidden) * wide
-    rows = config.batch_size * longest
-    # fp32 logits over the whole vocabulary of a chunk of rows: both models', the target's, and what softmax makes of it
-    logits = 4 * 4 * min(rows * shape.vocab_size, LOGIT_BUDGET)
-    return rows * (kept + features + 4 * shape.draft_vocab_size * targets) + logits
 
 
 def coverage(texts: Texts, t2d: Tensor) -> float:
@@ -219,15 +177,13 @@ def describe_amateur_run(config) -> str:
             part.requires_grad_(False)
     trained = count_parameters(amateur, trained_only=True)
     stage = zero_stage(config)
-    memory = training_bytes(trained, config.dtype, stage, planned_world()) + (size - trained) * BYTES[config.dtype]
-    frozen = expert * BYTES[config.expert_dtype]
-    data, _ = describe_texts(config, expert_config.vocab_size)
+    data, steps = describe_texts(config, expert_config.vocab_size)
+    memory = amateur_memory(config, expert_config, layers, steps, stage, planned_world())
     return "\n".join(
         [
             f"expert {config.expert}: {expert / 1e6:.1f} M parameters, frozen, {config.expert_dtype}",
             f"amateur: layers {layers}, {size / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained, {config.dtype}",
             data,
-            f"memory per rank: expert {gigabytes(frozen)}, amateur with AdamW at ZeRO {stage} {gigabytes(memory)}, "
-            "and the activations",
+            memory.describe(f"expert {{frozen}}, amateur with AdamW at ZeRO {stage} {{trained}}"),
         ]
     )
