@@ -50,7 +50,8 @@ def test_it_is_what_decoding_gives(world, tmp_path, capsys):
         assert row["accepted_length"]["estimate"] == pytest.approx(sum(r.accepted for r in rounds) / len(rounds))
         assert row["tokens_per_round"]["estimate"] == pytest.approx(sum(r.emitted for r in rounds) / len(rounds))
     assert "difference" in found[1] and "difference" not in found[0]
-    assert "accepted length L" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "accepted length L" in printed and "prompts" in printed
 
 
 def test_a_stopped_run_goes_on(world, tmp_path, monkeypatch):

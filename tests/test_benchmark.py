@@ -50,7 +50,7 @@ def test_every_method_is_measured_predicted_and_compared(world, tmp_path, capsys
     assert all(found["different"] == 0 and found["equal"] > 0 for found in metrics["agreement"])
     assert set(metrics["latency_ms"]) == {"expert", "amateur", "head", "lm"}
     printed = capsys.readouterr().out
-    assert "speed-up over cd" in printed and "texts equal those of cd" in printed
+    assert "prompts" in printed and "speed-up over cd" in printed and "texts equal those of cd" in printed
 
 
 def test_a_head_that_reads_both_models_is_measured_and_predicted(world, tmp_path):

@@ -105,7 +105,8 @@ def test_the_command_proposes_and_leaves_its_figures(world, tmp_path, capsys):
         best = max(row["tokens_per_second"] for row in entry["deferred"])
         assert entry["best_deferred"]["tokens_per_second"] == best
         assert entry["stops"][0]["stop_below"] == 0 and 0 <= entry["flip_rate"] <= 1
-    assert "--defer_theta" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "--defer_theta" in printed and "prompts" in printed
     Settings(**{f"defer_{name}": found[name] for name in ("ceiling", "scale", "power", "spread")})
 
 

@@ -46,7 +46,8 @@ def test_records_cover_every_drafted_position(world, tmp_path, capsys):
     assert shares["share_signal_below_1"]["estimate"] == pytest.approx((rows["signal"] < 1).mean())
     assert shares["share_error_above_2"]["estimate"] == pytest.approx((rows["error_reverse"] >= 2).mean())
     assert not (tmp_path / "out" / "parts").exists()
-    assert "signal < 1 nat" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "signal < 1 nat" in printed and "\nprompts " in printed
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)

@@ -29,7 +29,8 @@ def test_every_method_answers_at_every_batch_size(world, tmp_path, capsys):
         assert 0 < entry["low"] <= entry["tokens_per_second"] <= entry["high"]
         assert entry["over_smallest_batch"] == 1 or entry["batch"] == 3
         assert entry["over_cd"] > 0
-    assert "dcd_eagle3@2x2:4" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "dcd_eagle3@2x2:4" in printed and " prompts (" in printed
 
 
 def test_rates_are_ratios_of_sums():
