@@ -9,7 +9,8 @@ Nothing that the user has set is changed. Why each one is here:
 * TRANSFORMERS_NO_ADVISORY_WARNINGS: advice for interactive use is noise in a log of a long run.
 * HF_HUB_DISABLE_PROGRESS_BARS: bars are for terminals; in a log each of their frames is a line of its own.
 * MPLBACKEND=Agg: plots go to files, and a machine without a display must be able to draw them.
-* torchao, where it is installed, is imported with transformers, and warns on every machine without its GPU kernels.
+* torchao and deepspeed, where they are installed, are imported with transformers, and warn on every machine without a
+  GPU.
 """
 
 import logging
@@ -32,3 +33,4 @@ if sys.stderr is None or not sys.stderr.isatty():
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
