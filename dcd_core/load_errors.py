@@ -1,4 +1,4 @@
-"""One line, with sizes, for what goes wrong while a model's weights are loaded."""
+"""One line for what goes wrong while a model's weights are loaded."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from dcd_core.quantisation import cannot_use, quantisation_of
 
 NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
 """How torch, safetensors and the system say that the host's memory is used up."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, for one-line messages."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 @contextmanager
@@ -34,6 +39,31 @@ def one_line_errors(name: str, config, dtype: torch.dtype, device: torch.device)
         # values of config.json that no weights fit make transformers raise anything
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(f"cannot load the weights of {name!r}: {type(error).__name__}: {reason}") from error
+
+
+def refuse_unfit_weights(report: dict, name: str) -> None:
+    """Refuse a checkpoint that does not hold just the weights of its model: transformers fills what is missing with
+    random numbers. Weights that are tied to others may be missing.
+
+    Args:
+        report: the loading info of ``from_pretrained``.
+    Raises:
+        UserError: how many weights are missing, unexpected or of another shape, and the first of each.
+    """
+    faults = []
+    for kind, keys in (
+        ("missing", "missing_keys"),
+        ("unexpected", "unexpected_keys"),
+        ("misshapen", "mismatched_keys"),
+    ):
+        names = sorted(key if isinstance(key, str) else str(key[0]) for key in report.get(keys) or ())
+        if names:
+            faults.append(f"{len(names)} {kind} ({names[0]}{', ...' if len(names) > 1 else ''})")
+    if faults:
+        raise UserError(
+            f"the weights of {name} do not fit its config.json: {'; '.join(faults)}; save the model again with "
+            "save_pretrained, or correct the names of its weights"
+        )
 
 
 def out_of_memory(name: str, config, dtype: torch.dtype, device: torch.device) -> UserError:

@@ -30,7 +30,7 @@ from dcd_core.architecture import (
 )
 from dcd_core.cache import KVCache
 from dcd_core.errors import UserError
-from dcd_core.load_errors import one_line_errors
+from dcd_core.load_errors import first_line, one_line_errors, refuse_unfit_weights
 from dcd_core.model_check import check_model
 from dcd_core.packages import refuse_missing_tokenizer_packages
 from dcd_core.quantisation import computing_dtype, is_quantised, loading_arguments
@@ -281,11 +281,6 @@ def load_whole_config(name_or_path: str):
         raise UserError(f"no model at {name_or_path!r} (a local folder or a hub id): {first_line(error)}") from error
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's text, for one-line messages."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 def load_model(
     name_or_path: str,
     dtype: str = "float32",
@@ -321,31 +316,6 @@ def load_model(
     if os.environ.get(CHECK_MODELS, "1") != "0" if check is None else check:
         check_model(loaded)
     return loaded
-
-
-def refuse_unfit_weights(report: dict, name: str) -> None:
-    """Refuse a checkpoint that does not hold just the weights of its model: transformers fills what is missing with
-    random numbers. Weights that are tied to others may be missing.
-
-    Args:
-        report: the loading info of ``from_pretrained``.
-    Raises:
-        UserError: how many weights are missing, unexpected or of another shape, and the first of each.
-    """
-    faults = []
-    for kind, keys in (
-        ("missing", "missing_keys"),
-        ("unexpected", "unexpected_keys"),
-        ("misshapen", "mismatched_keys"),
-    ):
-        names = sorted(key if isinstance(key, str) else str(key[0]) for key in report.get(keys) or ())
-        if names:
-            faults.append(f"{len(names)} {kind} ({names[0]}{', ...' if len(names) > 1 else ''})")
-    if faults:
-        raise UserError(
-            f"the weights of {name} do not fit its config.json: {'; '.join(faults)}; save the model again with "
-            "save_pretrained, or correct the names of its weights"
-        )
 
 
 def id_table(tokenizer) -> list[str | None]:
