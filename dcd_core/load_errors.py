@@ -37,8 +37,8 @@ def one_line_errors(name: str, config, dtype: torch.dtype, device: torch.device)
         if settings is not None:  # packages of many makers: a broken one fails in any way
             raise cannot_use(name, settings, device, error) from error
         # values of config.json that no weights fit make transformers raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(f"cannot load the weights of {name!r}: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"cannot load the weights of {name!r}: {reason}") from error
 
 
 def refuse_unfit_weights(report: dict, name: str) -> None:

@@ -273,7 +273,7 @@ def load_config(name_or_path: str):
 
 
 def load_whole_config(name_or_path: str):
-    """The same with what a model that also reads images says of its other parts."""
+    """The same with what a model says of its other parts, if it also reads images."""
     refuse_missing_folder(name_or_path)
     try:
         return AutoConfig.from_pretrained(name_or_path)
