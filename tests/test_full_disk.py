@@ -100,9 +100,11 @@ def test_a_trainer_keeps_its_last_checkpoint_and_resumes_once_there_is_room(tmp_
 
 @pytest.mark.parametrize("script", [conversations, tokenise])
 def test_a_data_script_says_it_in_one_line(tmp_path, script, capsys):
-    words = " ".join(f"w{number % 80}" for number in range(3000))
-    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": words}]
-    lines = [json.dumps({"id": str(index), "messages": turns, "source": "s"}) for index in range(8)]
+    drawn, lines = np.random.default_rng(0), []
+    for index in range(8):  # nothing that could be packed
+        words = " ".join(f"w{number}" for number in drawn.integers(0, 80, 3000))
+        turns = [{"role": "user", "content": f"w{index}"}, {"role": "assistant", "content": words}]
+        lines.append(json.dumps({"id": str(index), "messages": turns, "source": "s"}))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
     with small(tmp_path / "disk") as disk:
         if script is conversations:

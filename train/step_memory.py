@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from data_prep.token_files import Sample
 from dcd_core.chat import stop_ids
+from dcd_core.errors import UserError
 from dcd_core.heads.dual_input import make_head
 from dcd_core.heads.eagle3 import Eagle3Config
 from dcd_core.models import LanguageModel, Pair, id_table, load_tokenizer
 from dcd_core.processes import local_world
 from train.batches import Batch, Plan, Texts
-from train.distil import Distil, DistilStep, compare
+from train.distil import Distil, DistilStep, compare, latency
 from train.online_expert import HeadStep
 from train.pruning import pruned_config
 from train.traced import tracing
@@ -173,8 +174,7 @@ def head_memory(
         steps: micro-batches of the fullest optimiser steps (:func:`fullest`).
     """
     adam = config.dtype == "float32" and stage == 0
-    tokenizer = load_tokenizer(config.expert)
-    stops, vocab = frozenset(stop_ids(tokenizer, config.expert)), len(id_table(tokenizer))
+    vocab, stops = real_ids(config.expert, models[0])
     with tracing() as traced:
         taps = shape.feature_layers, shape.amateur_feature_layers or None
         frozen = [
@@ -207,7 +207,7 @@ def amateur_memory(config, model, layers: list[int], steps: list[list[Batch]], s
         model: configuration of the expert.
         steps: micro-batches of the fullest optimiser steps (:func:`fullest`).
     """
-    small, vocab = pruned_config(model, layers), len(id_table(load_tokenizer(config.expert)))
+    small, (vocab, _) = pruned_config(model, layers), real_ids(config.expert, model)
     with tracing() as traced:
         expert = frozen_model(model, config.expert_dtype, vocab)
         whole = on_meta(model)
@@ -224,11 +224,21 @@ def amateur_memory(config, model, layers: list[int], steps: list[list[Batch]], s
         traced.restart()
         weights = on_meta(small).to(getattr(torch, config.dtype))  # a copy on its way to the disk
         again = Pair(*(frozen_model(each, config.expert_dtype, vocab) for each in (model, small)), None)
+        latency(again, passes=1)
         if config.eval_tokens:
             compare(again, longest(steps))
         peak = max(peak, traced.peak)
         del weights
     return Memory(module_bytes(expert.model), states, max(loaded, peak + hidden))
+
+
+def real_ids(name: str, config) -> tuple[int, frozenset[int]]:
+    """How many ids a model's tokenizer has, and which end a turn; without a tokenizer its rows, and none."""
+    try:
+        tokenizer = load_tokenizer(name)
+        return len(id_table(tokenizer)), frozenset(stop_ids(tokenizer, name))
+    except UserError:
+        return config.vocab_size, frozenset()
 
 
 def longest(steps: list[list[Batch]]) -> Texts:
