@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     if config.dry_run:
         print(describe_amateur_run(config), flush=True)
         return 0
-    refuse_quantised(load_config(config.expert), config.expert)
     refuse_start(config)
+    refuse_quantised(load_config(config.expert), config.expert)
     ranks = start(config.seed, config.timeout_minutes)
     folder = Path(config.output)
     pair = load_pair(config.expert, dtype=config.expert_dtype, device=str(ranks.device))
