@@ -105,6 +105,10 @@ def _plain(value) -> bool:
 def _compared(model, texts: list[Tensor]) -> list[tuple[str, float]]:
     """What was compared, in words, and the median relative difference over its rows."""
     own = [model.model(input_ids=text[None], use_cache=False).logits[0, :, : model.vocab].float() for text in texts]
+    if not all(bool(logits.isfinite().all()) for logits in own):
+        raise UserError(
+            f"{_what(model)} gives NaN or infinite logits by its own forward: check its weights and the dtype"
+        )
     full = model.forward_full(texts[0][None])
     cache = model.new_cache(2, LONG + WRONG + 4)
 
