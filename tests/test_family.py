@@ -92,6 +92,7 @@ FLIPS = {
     "--members_at_a_time=1": "",
     "--log_every=1": "",
     "--feature_scaling=none": "feature scaling",
+    "--start=closed_form": "feature scaling",
     "--input=amateur_zeroed": "input",
 }
 

@@ -32,6 +32,7 @@ from train.head_run import (
     draft_vocabulary,
     evaluation,
     fresh_head,
+    give_start,
     identity,
     load_frozen,
     sizes_of_features,
@@ -61,6 +62,8 @@ class Config(HeadConfig):
             raise ValueError(f"--snapshots takes numbers of answer tokens, 1 or more, got {self.snapshots}")
         if self.head_init and (self.head_layers > 1 or self.head_intermediate_size):
             raise ValueError("--head_init has a shape of its own: leave out --head_layers and --head_intermediate_size")
+        if self.head_init and self.start != "random":
+            raise ValueError(f"--head_init has weights of its own: leave out --start {self.start}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = trained_prompts(config, texts)
     held_out = held_out_texts(config, pair.expert.vocab, prompts, ranks)
     head = build_head(config, pair, texts)
+    give_start(config, [head], pair, texts, stops, ranks)
     stream = training_stream(config, texts, ranks, stops)
     step = HeadStep(pair.expert, head.target_ids, stops)
     evaluate = evaluation(config, step, held_out, ranks)

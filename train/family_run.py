@@ -27,6 +27,7 @@ from train.head_run import (
     draft_vocabulary,
     evaluation,
     fresh_head,
+    give_start,
     identity,
     load_frozen,
     refuse_taps,
@@ -123,6 +124,7 @@ class FamilyRun:
         if self.rms is not None:
             for head in heads.values():
                 scale_features(head, self.rms)
+        give_start(config, list(heads.values()), self.pair, self.texts, self.stops, self.ranks, part)
         aims, target_ids = [plan.aim for plan in plans], self.vocabulary.target_ids
         [read] = {plan.input for plan in plans}
         step = HeadStep(self.pair.expert, target_ids, self.stops, aims, self.pair.amateur, read, config.seed)
@@ -179,6 +181,13 @@ def normalisation(config: FamilyConfig, plan: Plan) -> str:
     return f"eagle over {plan.world} x {plan.accumulation} micro-batches of {config.batch_size}"
 
 
+def scaling(config: FamilyConfig) -> str:
+    """What was made of the random initial weights before training."""
+    if config.start == "random":
+        return config.feature_scaling
+    return f"{config.start} with a norm of {config.start_norm:g} from {config.start_texts or 'all'} texts"
+
+
 def held_fixed(run: FamilyRun, plan: Planned, head: Eagle3Head) -> dict:
     """What the manifest says was held fixed for a member, as it is before it is trained."""
     config, texts, step, shape = run.config, run.texts, run.stream.plan, head.config
@@ -222,7 +231,7 @@ def held_fixed(run: FamilyRun, plan: Planned, head: Eagle3Head) -> dict:
             "expert": list(run.pair.expert.feature_layers),
             "amateur": list(run.pair.amateur.feature_layers or []),
         },
-        "feature scaling": config.feature_scaling,
+        "feature scaling": scaling(config),
         "expert": run.identity["expert weights"],
         "amateur": run.identity["amateur weights"],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,8 +18,9 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_pair
 from train.batches import Plan, Stream, Texts
+from train.closed_form import start_in_closed_form
 from train.held_out import SKIP_TRAINED
-from train.loop import FREE, LoopConfig, refuse_texts
+from train.loop import FREE, LoopConfig, has_checkpoint, refuse_texts
 from train.online_expert import HeadStep, HeldOut, feature_rms, scale_features
 from train.processes import Ranks
 from train.sizes import common_pieces
@@ -48,6 +49,12 @@ class HeadConfig(LoopConfig):
     feature_scaling: Literal["rms", "none"] = field(
         default="rms", metadata={"help": "start fc from features of equal size, or as they come"}
     )
+    start: Literal["random", "closed_form"] = field(
+        default="random",
+        metadata={"help": "initial weights: random, or with fc and attention from a linear regression"},
+    )
+    start_norm: float = field(default=0.5, metadata={"help": "closed form: final norm, in sizes of the final states"})
+    start_texts: int = field(default=0, metadata={"help": "closed form: read the first so many texts; 0: all"})
     head_layers: int = field(default=1, metadata={"help": "decoder blocks of the head: its depth"})
     head_intermediate_size: int = field(default=0, metadata={"help": "width of the head's MLPs; 0: the expert's"})
     expert_dtype: Literal["float32", "bfloat16"] = field(
@@ -62,8 +69,10 @@ class HeadConfig(LoopConfig):
         if not self.expert or not self.train_tokens:
             raise ValueError("--expert (hub id or folder) and --train_tokens (token files) are both needed")
         refuse_below(self, draft_vocab_size=1, unroll_steps=1, gamma=1, head_layers=1, head_intermediate_size=0)
-        refuse_below(self, step_decay=0)
+        refuse_below(self, step_decay=0, start_texts=0)
         refuse_above(self, step_decay=1)
+        if self.start_norm <= 0:
+            raise ValueError(f"--start_norm must be positive, got {self.start_norm}")
         refuse_texts(self)
         refuse_taps(self, "feature_layers")
 
@@ -144,6 +153,21 @@ def trained_module(config: HeadConfig, head: Eagle3Head, stream: Stream, ranks: 
 def sizes_of_features(config: HeadConfig, pair: Pair, texts: Texts) -> Tensor | None:
     """What :func:`fresh_head` scales by."""
     return feature_rms(pair.expert, texts) if config.feature_scaling == "rms" else None
+
+
+def give_start(
+    config: HeadConfig,
+    heads: Sequence[Eagle3Head],
+    pair: Pair,
+    texts: Texts,
+    stops: frozenset[int],
+    ranks: Ranks,
+    part: str = "",
+) -> None:
+    """Give fresh heads of one shape the start that ``--start`` asks for; every rank must call it. A run that will load
+    a checkpoint (of ``part``) needs none."""
+    if config.start == "closed_form" and not has_checkpoint(config, ranks, part):
+        start_in_closed_form(heads, pair, texts, stops, ranks, config.start_norm, config.start_texts)
 
 
 def training_stream(config: HeadConfig, texts: Texts, ranks: Ranks, stops: frozenset[int]) -> Stream:

@@ -26,7 +26,7 @@ from dcd_core.progress import Bar
 from train.batches import Batch, Stream
 from train.checkpoints import Checkpoints
 from train.meters import Board, Meter
-from train.processes import Ranks, WaitFlags, barrier, hold_for_all, refuse_unshared
+from train.processes import Ranks, WaitFlags, add_up, barrier, hold_for_all, refuse_unshared
 from train.schedule import learning_rate
 from train.stopping import STOPPED, Termination
 
@@ -154,6 +154,14 @@ def refuse_start(config: LoopConfig) -> None:
     """Raise UserError, before anything is loaded, for a folder that cannot be this run's or a bad DeepSpeed file."""
     refuse_taken(config.output, config.overwrite)
     read_deepspeed_config(config.deepspeed_config)
+
+
+def has_checkpoint(config: LoopConfig, ranks: Ranks, part: str = "") -> bool:
+    """Whether :func:`fit` will load weights and not train the ones it is given; every rank must call it."""
+    folder = Path(config.output)
+    removed = config.overwrite and (folder / "metrics.json").exists()
+    found = ranks.first and not removed and any((folder / "checkpoints" / part).glob("step-*"))
+    return bool(add_up(torch.tensor([float(found)]), ranks.device).item())
 
 
 @dataclass
