@@ -30,7 +30,7 @@ from train.closed_form import (
     start_in_closed_form,
 )
 from train.online_expert import HeadStep, feature_rms, scale_features
-from train.processes import Ranks
+from train.processes import Ranks, start
 from train.unroll import Aim, Unroll
 
 STOPS, ALONE, HIDDEN = frozenset({STOP}), Ranks(0, 1, torch.device("cpu")), 32
@@ -242,17 +242,17 @@ def test_the_start_is_better_than_a_random_one_and_shuffled_targets_are_not_lear
 
 def test_an_amateurs_head_predicts_the_amateurs_states():
     expert, amateur = tiny_model("smol"), tiny_model("smol", 100, 4)
-    pair = Pair(expert, amateur, None)
+    pair, ranks = Pair(expert, amateur, None), start(0)
 
-    def losses(start: bool) -> list[float]:
+    def losses(closed: bool) -> list[float]:
         heads = [
             Eagle3Head.from_expert(
                 expert.config, None, expert.feature_layers, 0, expert.output.rows(), aligned_with=with_
             )
             for with_ in ("expert", "amateur")
         ]
-        if start:
-            start_in_closed_form(heads, pair, TEXTS, STOPS, ALONE)
+        if closed:
+            start_in_closed_form(heads, pair, TEXTS, STOPS, ranks)
             assert torch.equal(heads[1].lm_head.weight, amateur.output.rows())
         step = HeadStep(expert, heads[0].target_ids, STOPS, (Aim(0.0), Aim(None)), amateur)
         totals = torch.zeros(2, 1, 4)

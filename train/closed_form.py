@@ -170,11 +170,13 @@ def solve(fitted: Sums, held_out: Sums, rank: int) -> Solution:
     cut = basis @ (basis.T @ whole)
     features = ridge(gram[others, others], both.cross[others] - gram[others, own] @ cut.T).T
     u, values, v = torch.linalg.svd(cut, full_matrices=False)
+    # the larger sign of each direction is set, else rounding could turn it from one run to the next
+    signs = u.gather(0, u.abs().argmax(0, keepdim=True)).sign()
     root = values[:rank].sqrt()
     return Solution(
         fc=features / sizes[others],
-        left=u[:, :rank] * root,
-        right=root[:, None] * v[:rank],
+        left=(u * signs)[:, :rank] * root,
+        right=root[:, None] * (v * signs.T)[:rank],
         constant=constant_of(both, features),
         size=math.sqrt(float(both.counts[1]) / both.rows / hidden),
         penalty=penalty,
@@ -266,8 +268,7 @@ def put(head: Eagle3Head, solution: Solution, norm: float, positions: int) -> No
         keys[group] = 0
         keys[group, :pairs] = same
         queries[group, :, :pairs] = same
-        values[group] = 0
-        values[group, : len(right), :hidden] = right
+        values[group, : len(right)] = torch.cat([right, torch.zeros_like(right)], dim=1)
         outputs[:, group, :, : len(right)] = left[:, None] / queries.shape[1]
 
 
