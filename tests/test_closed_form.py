@@ -104,8 +104,8 @@ def stacked(head, expert, wanted) -> tuple[torch.Tensor, torch.Tensor]:
     for number, sample in enumerate(TEXTS.samples):
         ids = torch.from_numpy(sample.input_ids).long()[None]
         output = expert.forward_full(ids, features=True, logits=False)
-        for start, end in sample.answer_spans:
-            for place in range(start, end - (int(ids[0, end - 1]) == STOP)):
+        for first, end in sample.answer_spans:
+            for place in range(first, end - (int(ids[0, end - 1]) == STOP)):
                 if wanted(number):
                     embed = expert.embedding.weight[ids[0, place]].double()
                     embed = embed / (embed.pow(2).mean() + head.config.rms_norm_eps).sqrt()
