@@ -201,10 +201,13 @@ def test_the_first_states_are_the_regressions_predictions(name):
     """Where the expert is linear and of low rank, so the predictions are its states, whatever the shape."""
     head, expert = linear_head(SHAPES[name]), LinearExpert()
     found = solved(head, expert)
-    assert found.unexplained < 1e-3
+    assert found.unexplained < 1e-3 and found.spread < 0.2
     put(head, found, 1.0, max(TEXTS.lengths))
     states, losses, accuracies = step_zero(head, expert)
-    _, y = stacked(head, expert, lambda number: True)
+    x, y = stacked(head, expert, lambda number: True)
+    fused = x[:, HIDDEN:] @ found.fc.T
+    read = torch.cat([x[:, :HIDDEN], fused / fused.pow(2).mean(1, keepdim=True).sqrt()], dim=1) @ found.constant
+    assert read.mean() == pytest.approx(1, abs=0.05) and read.std() == pytest.approx(found.spread, abs=0.05)
     # up to the leak: other positions have at most LEAK of the own one's weight, here of half of the states' size
     error = (states - y).pow(2).mean().sqrt() / y.pow(2).mean().sqrt()
     assert error < LEAK and accuracies[0] > 0.9

@@ -96,6 +96,8 @@ class Solution:
     right: Float[Tensor, "rank hidden"]
     constant: Float[Tensor, " two_hidden"]
     """Of [normed embedding, normed state], near 1 at every row."""
+    spread: float
+    """Standard deviation of that inner product; a large one weakens the attention to the own position."""
     size: float
     """Root mean square of the targets."""
     penalty: float
@@ -174,11 +176,13 @@ def solve(fitted: Sums, held_out: Sums, rank: int) -> Solution:
     # the larger sign of each direction is set, else rounding could turn it from one run to the next
     signs = u.gather(0, u.abs().argmax(0, keepdim=True)).sign()
     root = values[:rank].sqrt()
+    constant, spread = constant_of(both, features)
     return Solution(
         fc=features / sizes[others],
         left=(u * signs)[:, :rank] * root,
         right=root[:, None] * (v * signs.T)[:rank],
-        constant=constant_of(both, features),
+        constant=constant,
+        spread=spread,
         size=math.sqrt(float(both.counts[1]) / both.rows / hidden),
         penalty=penalty,
         unexplained=min(left_over),
@@ -196,8 +200,9 @@ def ridge(gram: Float[Tensor, "wide wide"], cross: Float[Tensor, "wide out"]) ->
     return torch.cholesky_solve(cross, torch.linalg.cholesky(gram))
 
 
-def constant_of(sums: Sums, features: Float[Tensor, "hidden features"]) -> Float[Tensor, " two_hidden"]:
-    """The direction of [normed embedding, normed state] whose inner product with every row is nearest to 1.
+def constant_of(sums: Sums, features: Float[Tensor, "hidden features"]) -> tuple[Float[Tensor, " two_hidden"], float]:
+    """The direction of [normed embedding, normed state] whose inner product with every row is nearest to 1, and the
+    standard deviation of that product.
 
     States are taken to be of one size, so that the sums are enough.
     """
@@ -207,7 +212,8 @@ def constant_of(sums: Sums, features: Float[Tensor, "hidden features"]) -> Float
     reads = torch.block_diag(torch.eye(hidden).to(features), features)
     seen = Sums(reads @ sums.gram @ reads.T, reads @ sums.total[:, None], reads @ sums.total, sums.counts)
     found = ridge(penalised(seen, 0.01), seen.cross)[:, 0]
-    return found * sums.rows / (found @ seen.total)
+    found = found * sums.rows / (found @ seen.total)
+    return found, math.sqrt(max(float(found @ seen.gram @ found) / sums.rows - 1, 0.0))
 
 
 def own_position(head: Eagle3Head, positions: int) -> tuple[int, float]:
@@ -307,7 +313,8 @@ def start_in_closed_form(
         if ranks.first:
             print(
                 f"closed-form start: {fitted.rows + held_out.rows:.0f} rows, ridge penalty {solution.penalty:g}, "
-                f"explains {1 - solution.unexplained:.0%} of held-out states",
+                f"explains {1 - solution.unexplained:.0%} of held-out states; keys of own position vary by "
+                f"{solution.spread:.0%}",
                 flush=True,
             )
 
