@@ -85,7 +85,7 @@ class Watch(threading.Thread):
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Nobody is waited for any more."""
+        """No rank is waited for any more."""
         self.ending.set()
 
     def run(self) -> None:

@@ -323,7 +323,7 @@ FLAGS = {
     "no output": ["--output=", "--out="],
     "an output inside a file": ["--output={world}/prompts.jsonl/x", "--out={world}/prompts.jsonl/x"],
     "an output that is a file": ["--output={world}/prompts.jsonl", "--out={world}/prompts.jsonl/x"],
-    "an output that nobody may make": ["--output=/proc/x", "--out=/proc/x"],
+    "an output that cannot be made": ["--output=/proc/x", "--out=/proc/x"],
     "template arguments that are no JSON": ["--template_args={"],
     "template arguments that are a list": ["--template_args=[]"],
     "a negative alpha": ["--alpha=-1", "--alphas=-1", "--infer_alphas=-1"],

@@ -1,4 +1,4 @@
-"""One process at a time in a run folder: the second is told who is there, and a lock never outlives its holder."""
+"""One process at a time in a run folder: the second is refused with the holder named, and a lock ends with its holder."""
 
 import dataclasses
 import importlib

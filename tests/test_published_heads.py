@@ -280,7 +280,7 @@ def test_windows_that_are_switched_off_are_not_refused():
     assert config_from_json(stated(**fields, layer_types=["full_attention"])) == config_from_json(stated())
 
 
-# ---- fields that nobody knows ----------------------------------------------------------------------------------------
+# ---- unknown fields --------------------------------------------------------------------------------------------------
 
 
 def test_unknown_fields_are_named_once(caplog, tmp_path):

@@ -34,7 +34,7 @@ class Termination:
         self.noted = True
 
     def agreed(self) -> bool:
-        """Whether any rank was told to stop; every rank must ask at the same place, and gets the same answer."""
+        """Whether any rank got SIGTERM; every rank must ask at the same place, and gets the same answer."""
         if self.ranks.world == 1:
             return self.noted
         return bool(add_up(torch.tensor([float(self.noted)]), self.ranks.device).item())
