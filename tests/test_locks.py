@@ -1,4 +1,4 @@
-"""One process at a time in a run folder: the second is refused with the holder named, and a lock ends with its holder."""
+"""One process at a time in a run folder: the second is refused, and a lock ends with the process that holds it."""
 
 import dataclasses
 import importlib
