@@ -49,17 +49,20 @@ def stop_ids(tokenizer, model: str | Path) -> tuple[int, ...]:
     ids = set()
     try:
         given = GenerationConfig.from_pretrained(str(model)).eos_token_id
-    except OSError:
+    except Exception as error:  # a damaged file makes transformers raise anything
         given = None  # older model folders have no generation config
-        if Path(model, "generation_config.json").exists():
-            raise UserError(f"{model}/generation_config.json cannot be read as JSON: fetch it again") from None
+        if Path(model, "generation_config.json").exists() or not isinstance(error, OSError):
+            raise UserError(f"{model}/generation_config.json cannot be read ({error}): fetch it again") from None
     if given is not None:
-        ids.update(given if isinstance(given, list) else [given])
+        listed = given if isinstance(given, list) else [given]
+        if not all(type(index) is int and index >= 0 for index in listed):
+            raise UserError(f"{model}/generation_config.json: eos_token_id must be an id or a list of ids, got {given}")
+        ids.update(listed)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if not ids:
         raise UserError(f"neither the generation config nor the tokenizer of {model} names an end-of-turn token (eos)")
-    return tuple(sorted(int(index) for index in ids))
+    return tuple(sorted(ids))
 
 
 class Chat:

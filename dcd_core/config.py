@@ -326,6 +326,9 @@ class _Parser(HfArgumentParser):
         unknown = [str(name) for name in pair if name not in PAIR]
         if unknown:
             raise UserError(f"{path}: a pair has no '{unknown[0]}'; it has {', '.join(PAIR)}")
+        for name, value in pair.items():
+            if value is not None and not isinstance(value, str):
+                raise UserError(f"{path}: a pair's '{name}' is a folder or hub id, got {value!r}; put it in quotes")
         for name, field in self.fields.items():
             source = field.metadata.get(FROM_PAIR, name)
             if pair.get(source) is not None and name not in settings:

@@ -5,26 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from dcd_core.errors import UserError
 from dcd_core.quantisation import cannot_use, quantisation_of
+from dcd_core.text_files import refuse_pointer
 
 NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
 """How torch, safetensors and the system say that the host's memory is used up."""
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, for one-line messages."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """The first line of an error's text, for one-line messages; with the second where the first only announces it."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
 
 
 @contextmanager
 def one_line_errors(name: str, config, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Turn what loading a model raises into a UserError; ``config`` is the model's, ``device`` where it is to go."""
     settings = quantisation_of(config)
+    for path in Path(name).glob("*.safetensors"):
+        with path.open("rb") as stream:
+            refuse_pointer(stream.read(100), str(path))
+    loud = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # transformers prints a table of what does not fit; one line says it here
     try:
         yield
     except UserError:
@@ -39,6 +48,8 @@ def one_line_errors(name: str, config, dtype: torch.dtype, device: torch.device)
         # values of config.json that no weights fit make transformers raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"cannot load the weights of {name!r}: {reason}") from error
+    finally:
+        logging.set_verbosity(loud)
 
 
 def refuse_unfit_weights(report: dict, name: str) -> None:

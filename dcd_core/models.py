@@ -256,6 +256,7 @@ def load_tokenizer(name_or_path: str):
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
     except Exception as error:  # a damaged file makes transformers and tokenizers raise anything
+        load_whole_config(name_or_path)  # which a tokenizer reads too, so a fault of it is said first
         refuse_missing_tokenizer_packages(name_or_path)  # of a hub id, whose files are there now
         reason = first_line(error).rstrip(":").removesuffix(" from one of")
         raise UserError(f"{name_or_path} holds no tokenizer that can be loaded (is it a model's?): {reason}") from error
@@ -306,7 +307,11 @@ def load_model(
     arguments = {"dtype": DTYPES[dtype], **loading_arguments(config, name_or_path, target)}
     with one_line_errors(name_or_path, config, DTYPES[dtype], target):
         model, report = AutoModelForCausalLM.from_pretrained(
-            name_or_path, attn_implementation=best_attention(config), output_loading_info=True, **arguments
+            name_or_path,
+            attn_implementation=best_attention(config),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+            **arguments,
         )
         model = model if "device_map" in arguments else model.to(target)
     refuse_unfit_weights(report, name_or_path)

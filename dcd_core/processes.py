@@ -49,6 +49,10 @@ class Ranks:
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
+LONGEST_WAIT = 30 * 24 * 60
+"""Minutes: a month. torch's timers overflow far above that."""
+
+
 @dataclass(kw_only=True)
 class WaitFlags:
     """Settings of scripts whose ranks wait for each other, to be inherited."""
@@ -60,8 +64,8 @@ class WaitFlags:
 
     def __post_init__(self):
         getattr(super(), "__post_init__", lambda: None)()  # of the class that it is inherited beside
-        if self.timeout_minutes <= 0:
-            raise ValueError(f"--timeout_minutes must be above 0, got {self.timeout_minutes}")
+        if not 0 < self.timeout_minutes <= LONGEST_WAIT:
+            raise ValueError(f"--timeout_minutes must lie in (0, {LONGEST_WAIT}], got {self.timeout_minutes:g}")
 
 
 def planned_world() -> int:

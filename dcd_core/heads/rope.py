@@ -23,13 +23,24 @@ def read_rope(fields: dict) -> tuple[float | None, dict | None]:
     """``(theta, scaling)`` of a configuration in either spelling; theta None when it states none.
 
     ``scaling`` is None for plain rotary positions, else a dictionary with ``rope_type``.
+
+    Raises:
+        UserError: layer types with positions of their own, or two spellings that contradict each other.
     """
     both = fields.get("rope_parameters")
     if both:
         if any(isinstance(value, dict) for value in both.values()):
             raise UserError("rope_parameters differ between layer types; draft heads support one kind of layer only")
         theta = both.get("rope_theta", fields.get("rope_theta"))
+        if fields.get("rope_theta") not in (None, theta):
+            raise UserError(
+                f"rope_theta {fields['rope_theta']} contradicts rope_parameters, whose rope_theta is {theta}"
+            )
         scaling = {key: value for key, value in both.items() if key != "rope_theta"}
+        older = dict(fields.get("rope_scaling") or {})
+        kinds = [one.get("rope_type", one.get("type", "default")) for one in (older, scaling)]
+        if older and kinds[0] != kinds[1]:
+            raise UserError(f"rope_scaling {kinds[0]} contradicts rope_parameters, whose rope_type is {kinds[1]}")
     else:
         theta = fields.get("rope_theta")
         scaling = dict(fields.get("rope_scaling") or {})
