@@ -195,12 +195,17 @@ def settings_table(found: dict[str, dict[str, dict]]) -> Table:
     used = [entry for by_alpha in found.values() for entry in by_alpha.values()]
     columns = {title: column for title, column in columns.items() if any(column[0] in entry for entry in used)}
     rows = [
-        [name, _alpha_name(alpha), count(entry["prompts"]), count(entry["positions"]), *_written(entry, columns)]
+        [
+            name,
+            _alpha_name(alpha),
+            f"{count(entry['prompts'])} / {count(entry['positions'])}",
+            *_written(entry, columns),
+        ]
         for name, by_alpha in found.items()
         for alpha, entry in by_alpha.items()
     ]
     return Table(
-        "Each pair and data set alone, and pooled", ["", "alpha", "prompts", "positions", *columns], rows, folded=True
+        "Each pair and data set alone, and pooled", ["", "alpha", "prompts / positions", *columns], rows, folded=True
     )
 
 
