@@ -22,7 +22,6 @@ def runs(tmp_path_factory):
     toy = make_toy_pair(folder / "toy", texts=29)
     held_out = f"--eval_tokens={toy / 'held_out.parquet'}"
     main(flags(toy, folder / "one", "--batch_size=4", *STEPS, held_out, "--log_every=1"))
-    main(flags(toy, folder / "closed", "--batch_size=4", *STEPS, held_out, "--log_every=1", "--start=closed_form"))
     launch("train/eagle3.py", *flags(toy, folder / "two", "--batch_size=2", *STEPS, held_out, "--log_every=1"))
     family = ["--train_alphas", "0", "0.5", "--input=amateur_shuffled", "--log_every=1"]
     cross_alpha.main(family_flags(toy, folder / "family", "--batch_size=4", *STEPS, held_out, *family))
@@ -46,12 +45,6 @@ def test_two_ranks_equal_one_with_twice_the_batch(runs, run):
     assert difference(runs / "one", runs / run) < 1e-5
     for name in ("loss", "accuracy/1", "acceptance/2", "grad_norm", "eval_accepted_length", "eval_loss/0"):
         assert history(runs / run, name) == pytest.approx(history(runs / "one", name), rel=1e-4), name
-
-
-def test_two_ranks_start_in_closed_form_as_one(runs):
-    assert difference(runs / "closed", runs / "closed2") < 1e-5
-    assert difference(runs / "closed", runs / "one") > 0.1
-    assert history(runs / "closed2", "loss") == pytest.approx(history(runs / "closed", "loss"), rel=1e-4)
 
 
 def test_two_ranks_train_the_amateur_of_one(runs):

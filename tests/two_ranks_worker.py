@@ -28,7 +28,6 @@ if __name__ == "__main__":
             shutil.rmtree(again / "checkpoints" / "step-00000010")
         barrier()
         main([*run, f"--output={again}"])
-    main(flags(toy, folder / "closed2", *shared, "--log_every=1", "--start=closed_form"))
     # a family, whole and sharded
     for stage in (0, 3):
         more = [f"--deepspeed_config=configs/deepspeed/zero{stage}.json", "--train_alphas", "0", "0.5"]
