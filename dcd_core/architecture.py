@@ -133,7 +133,8 @@ class OutputLayer:
         model = self._whole
         if ids is not None:
             model, self._rows.ids = self._some, ids
-        logits = model(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
+        # forward itself: a trainer's hooks on the whole model are not those of its output layer
+        logits = model.forward(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
         return logits.view(*hidden.shape[:-1], logits.shape[-1])
 
 
