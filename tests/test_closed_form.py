@@ -14,7 +14,7 @@ from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Config, Eagle3Head
 from dcd_core.heads.family import Family
 from dcd_core.heads.rope import rotate
-from dcd_core.models import Output, Pair
+from dcd_core.models import Output
 from train import closed_form, cross_alpha, dual_drafter, eagle3
 from train.batches import Texts
 from train.closed_form import (
@@ -30,6 +30,7 @@ from train.closed_form import (
     start_in_closed_form,
 )
 from train.online_expert import HeadStep, feature_rms, scale_features
+from train.passes import Passes
 from train.processes import Ranks, start
 from train.unroll import Aim, Unroll
 
@@ -94,7 +95,8 @@ def linear_head(shape, seed: int = 0) -> Eagle3Head:
 
 
 def solved(head, expert, texts=TEXTS, target=None):
-    sums = gather(head, expert, target or expert, texts, STOPS, ALONE)
+    models = [expert, target] if target else [expert]
+    sums = gather(head, Passes(models), models[-1], texts, STOPS, ALONE)
     return solve(*sums, closed_form.groups_used(head) * head.config.head_dim)
 
 
@@ -117,7 +119,7 @@ def stacked(head, expert, wanted) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_sums_give_the_ridge_regression_of_the_stacked_rows():
     expert = tiny_model("qwen3")
     head = Eagle3Head.from_expert(expert.config, None, expert.feature_layers, 0)
-    fitted, held_out = gather(head, expert, expert, TEXTS, STOPS, ALONE)
+    fitted, held_out = gather(head, Passes([expert]), expert, TEXTS, STOPS, ALONE)
     found = solve(fitted, held_out, HIDDEN)  # the embedding's part at full rank
     x, y = stacked(head, expert, lambda number: True)
     sizes = torch.cat([torch.ones(HIDDEN), x[:, HIDDEN:].pow(2).mean(0).sqrt()]).double()
@@ -144,7 +146,7 @@ def test_the_limited_rank_is_the_best_of_that_rank():
     """No other embedding's part of rank 2, with the features' part fitted beside it, leaves less."""
     expert = tiny_model("smol")
     head = Eagle3Head.from_expert(expert.config, None, expert.feature_layers, 0)
-    fitted, held_out = gather(head, expert, expert, TEXTS, STOPS, ALONE)
+    fitted, held_out = gather(head, Passes([expert]), expert, TEXTS, STOPS, ALONE)
     found, both = solve(fitted, held_out, 2), fitted + held_out
     sizes = torch.cat([torch.ones(HIDDEN), (both.gram.diagonal()[HIDDEN:] / both.rows).sqrt()])
     both = both.scaled(sizes)
@@ -168,10 +170,10 @@ def test_the_limited_rank_is_the_best_of_that_rank():
 def test_ranks_and_the_order_of_texts_change_nothing():
     expert = tiny_model("llama3")
     head = Eagle3Head.from_expert(expert.config, None, expert.feature_layers, 0)
-    whole = gather(head, expert, expert, TEXTS, STOPS, ALONE)
-    halves = [gather(head, expert, expert, TEXTS, STOPS, Ranks(rank, 2, ALONE.device)) for rank in (0, 1)]
+    whole = gather(head, Passes([expert]), expert, TEXTS, STOPS, ALONE)
+    halves = [gather(head, Passes([expert]), expert, TEXTS, STOPS, Ranks(rank, 2, ALONE.device)) for rank in (0, 1)]
     backwards = Texts(TEXTS.samples[::-1], "", 0, 0)
-    turned = gather(head, expert, expert, backwards, STOPS, ALONE)
+    turned = gather(head, Passes([expert]), expert, backwards, STOPS, ALONE)
     pairs = [(one, two + three) for one, two, three in zip(whole, *halves, strict=True)]
     for one, other in [*pairs, (whole[0] + whole[1], turned[0] + turned[1])]:
         assert one.rows == other.rows > 0
@@ -231,7 +233,7 @@ def test_a_query_that_equals_its_key_attends_to_its_own_position(kind, positions
 
 def test_the_start_is_better_than_a_random_one_and_shuffled_targets_are_not_learnt():
     expert, head = LinearExpert(), linear_head(SHAPES["llama"])
-    scale_features(head, feature_rms(expert, TEXTS))
+    scale_features(head, feature_rms(Passes([expert]), TEXTS))
     _, [random], _ = step_zero(head, expert)
     put(head, solved(head, expert), 0.5, max(TEXTS.lengths))
     _, [closed], [accuracy] = step_zero(head, expert)
@@ -245,7 +247,7 @@ def test_the_start_is_better_than_a_random_one_and_shuffled_targets_are_not_lear
 
 def test_an_amateurs_head_predicts_the_amateurs_states():
     expert, amateur = tiny_model("smol"), tiny_model("smol", 100, 4)
-    pair, ranks = Pair(expert, amateur, None), start(0)
+    ranks = start(0)
 
     def losses(closed: bool) -> list[float]:
         heads = [
@@ -255,7 +257,7 @@ def test_an_amateurs_head_predicts_the_amateurs_states():
             for with_ in ("expert", "amateur")
         ]
         if closed:
-            start_in_closed_form(heads, pair, TEXTS, STOPS, ranks)
+            start_in_closed_form(heads, Passes([expert, amateur]), TEXTS, STOPS, ranks)
             assert torch.equal(heads[1].lm_head.weight, amateur.output.rows())
         step = HeadStep(expert, heads[0].target_ids, STOPS, (Aim(0.0), Aim(None)), amateur)
         totals = torch.zeros(2, 1, 4)
@@ -274,7 +276,7 @@ def test_heads_with_other_norms_are_refused(field):
     expert = tiny_model("smol")
     head = Eagle3Head.from_expert(expert.config, None, expert.feature_layers, 0, **{field: True})
     with pytest.raises(UserError, match=f"unsupported.*{field}"):
-        start_in_closed_form([head], Pair(expert, None, None), TEXTS, STOPS, ALONE)
+        start_in_closed_form([head], Passes([expert]), TEXTS, STOPS, ALONE)
 
 
 def test_what_cannot_be_started_so_is_refused():

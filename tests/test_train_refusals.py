@@ -15,7 +15,7 @@ import train.eagle3 as entry
 from dcd_core.errors import UserError
 from train.batches import Texts
 from train.eagle3 import main
-from train.loop import read_deepspeed_config
+from train.engines import read_deepspeed_config
 
 
 @pytest.fixture(scope="module")

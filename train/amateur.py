@@ -24,8 +24,9 @@ from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_config, load_model, load_pair
 from train.batches import Plan, Stream, Texts
 from train.distil import Distil, DistilStep, compare, count_answer_rows, latency
+from train.engines import full_weights
 from train.held_out import SKIP_TRAINED, held_out_texts
-from train.loop import FREE, LoopConfig, fit, full_weights, refuse_start, refuse_texts
+from train.loop import FREE, LoopConfig, fit, refuse_start, refuse_texts
 from train.processes import barrier, start
 from train.pruning import parse_layers, prune, refuse_quantised
 from train.sizes import amateur_result, common_pieces, describe_amateur_run, summary

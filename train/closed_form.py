@@ -22,10 +22,10 @@ from torch import Tensor
 
 from dcd_core.errors import UserError
 from dcd_core.heads.eagle3 import Eagle3Head
-from dcd_core.models import LanguageModel, Pair
+from dcd_core.models import LanguageModel
 from dcd_core.progress import progress
 from train.batches import Texts
-from train.loop import refuse_non_finite
+from train.passes import Passes
 from train.processes import Ranks, add_up
 from train.unroll import align
 
@@ -107,7 +107,7 @@ class Solution:
 
 def gather(
     head: Eagle3Head,
-    expert: LanguageModel,
+    passes: Passes,
     target: LanguageModel,
     texts: Texts,
     stop_ids: frozenset[int],
@@ -118,11 +118,13 @@ def gather(
     (4 hidden) x (5 hidden): 2.5 GiB at a hidden size of 4096.
 
     Args:
+        passes: of the expert and, if that is the target, the amateur.
         target: whose final states are regressed on the expert's features and embeddings.
         count: texts that are read at most; 0: all.
     Raises:
         UserError: NaN or inf, naming the texts.
     """
+    expert = passes.models[0]
     device = torch.device("cpu") if expert.device.type == "mps" else expert.device  # which has no fp64
     wide = expert.hidden_size + head.config.feature_widths[0]
     fitted, held_out = (Sums.zeros(wide, target.hidden_size, device) for _ in range(2))
@@ -134,13 +136,11 @@ def gather(
         if not len(rows):
             continue
         ids = batch.input_ids.to(expert.device)
-        output = expert.forward_full(ids, features=True, logits=False)
-        states = output.hidden if target is expert else target.forward_full(ids, logits=False).hidden
-        refuse_non_finite("the expert's features", output.features, batch)
-        refuse_non_finite("the final states", states, batch)
+        outputs = passes(batch, (True,) if target is expert else (True, False))
+        features, states = outputs[0].features, outputs[-1].hidden
         with torch.no_grad():
             embeds = head.midlayer.input_layernorm(expert.embedding(ids[0, rows + 1]).to(head.dtype))
-        x = torch.cat([embeds.double(), output.features[0, rows].double()], dim=1)
+        x = torch.cat([embeds.double(), features[0, rows].double()], dim=1)
         sums = fitted if number % HELD_OUT else held_out
         sums.add(x, states[0, rows + 1])
     return fitted, held_out
@@ -281,7 +281,7 @@ def put(head: Eagle3Head, solution: Solution, norm: float, positions: int) -> No
 
 def start_in_closed_form(
     heads: Sequence[Eagle3Head],
-    pair: Pair,
+    passes: Passes,
     texts: Texts,
     stop_ids: frozenset[int],
     ranks: Ranks,
@@ -297,17 +297,18 @@ def start_in_closed_form(
     Raises:
         UserError: a head that is not supported, an amateur of another hidden size, or too few texts.
     """
-    for model in (pair.expert, pair.amateur):
-        mine = [head for head in heads if (head.config.aligned_with == "amateur") == (model is not pair.expert)]
+    for model in passes.models:
+        expert = model is passes.models[0]
+        mine = [head for head in heads if (head.config.aligned_with == "amateur") != expert]
         if not mine:
             continue
         refuse(mine[0], model)
-        local = gather(mine[0], pair.expert, model, texts, stop_ids, ranks, count)
+        local = gather(mine[0], passes, model, texts, stop_ids, ranks, count)
         fitted, held_out = (sums.over_ranks(ranks.device) for sums in local)
         solution = solve(fitted, held_out, groups_used(mine[0]) * mine[0].config.head_dim)
         for head in mine:
             put(head, solution, norm, max(texts.lengths))
-            if model is not pair.expert:
+            if not expert:
                 rows = model.output.rows()
                 head.lm_head.weight.data.copy_(rows[head.target_ids.to(rows.device)])
         if ranks.first:

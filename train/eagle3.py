@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from jaxtyping import UInt64
 
+from data_prep.feature_files import FeatureStore
 from dcd_core.config import finish_run, parse_config, run_entry
 from dcd_core.heads.checkpoint import load_head, locate, save_head
 from dcd_core.heads.eagle3 import Eagle3Head
@@ -31,10 +32,12 @@ from train.head_run import (
     HeadConfig,
     draft_vocabulary,
     evaluation,
+    find_store,
     fresh_head,
     give_start,
     identity,
     load_frozen,
+    rate_scale,
     sizes_of_features,
     trained_module,
     training_stream,
@@ -78,10 +81,11 @@ def main(argv: list[str] | None = None) -> int:
     texts = Texts.load(config.train_tokens, config.max_length, pair.expert.vocab, config.max_answer_tokens)
     prompts = trained_prompts(config, texts)
     held_out = held_out_texts(config, pair.expert.vocab, prompts, ranks)
-    head = build_head(config, pair, texts)
-    give_start(config, [head], pair, texts, stops, ranks)
+    store = find_store(config, pair, texts)
+    head = build_head(config, pair, store, texts)
     stream = training_stream(config, texts, ranks, stops)
-    step = HeadStep(pair.expert, head.target_ids, stops)
+    step = HeadStep(pair.expert, head.target_ids, stops, store=store)
+    give_start(config, [head], step.passes, texts, stops, ranks)
     evaluate = evaluation(config, step, held_out, ranks)
     depends_on = identity(texts, head.target_ids, pair)
     if ranks.first:
@@ -92,7 +96,9 @@ def main(argv: list[str] | None = None) -> int:
     snapshots = {
         stream.first_step_with(size): keep_head(heads / str(size), ranks, prompts) for size in config.snapshots
     }
-    [member] = fit(modules, stream, step, config, ranks, depends_on, argv, evaluate, snapshots)
+    [member] = fit(
+        modules, stream, step, config, ranks, depends_on, argv, evaluate, snapshots, scale=rate_scale(config)
+    )
     trained = copy_module(member.engine).head
     if ranks.first:
         save_head(folder / "head", trained, prompts)
@@ -121,12 +127,12 @@ def keep_head(path: Path, ranks: Ranks, prompts: UInt64[np.ndarray, " prompt"]) 
     return keep
 
 
-def build_head(config: Config, pair: Pair, texts: Texts) -> Eagle3Head:
+def build_head(config: Config, pair: Pair, store: FeatureStore | None, texts: Texts) -> Eagle3Head:
     """A fresh head on the given or counted draft vocabulary, or the head of ``--head_init`` with its own."""
     if config.head_init:
         return load_head(config.head_init, pair.expert, dtype=torch.float32).requires_grad_(True).train()
     vocabulary = draft_vocabulary(config, pair.expert.vocab)
-    return fresh_head(config, pair, vocabulary, sizes_of_features(config, pair, texts), config.seed)
+    return fresh_head(config, pair, vocabulary, sizes_of_features(config, pair, store, texts), config.seed)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,12 @@ from train.head_run import (
     HeadConfig,
     draft_vocabulary,
     evaluation,
+    find_store,
     fresh_head,
     give_start,
     identity,
     load_frozen,
+    rate_scale,
     refuse_taps,
     sizes_of_features,
     trained_module,
@@ -38,6 +40,7 @@ from train.head_run import (
 from train.held_out import held_out_texts
 from train.loop import FREE, Member, fit, refuse_start, total_steps
 from train.online_expert import HeadStep, copy_module, scale_features
+from train.passes import Passes
 from train.processes import Ranks, barrier, start
 from train.sizes import coverage, curve_summary, data_summary, family_result
 from train.unroll import MASK_RULE, Aim
@@ -101,7 +104,8 @@ class FamilyRun:
         )
         self.held_out = held_out_texts(config, self.pair.expert.vocab, self.texts.prompt_hashes, ranks)
         self.vocabulary: DraftVocabulary = draft_vocabulary(config, self.pair.expert.vocab)
-        self.rms: Tensor | None = sizes_of_features(config, self.pair, self.texts)
+        self.store = find_store(config, self.pair, self.texts)
+        self.rms: Tensor | None = sizes_of_features(config, self.pair, self.store, self.texts)
         self.stream: Stream = training_stream(config, self.texts, ranks, self.stops)
         self.identity = identity(self.texts, self.vocabulary.target_ids, self.pair)
 
@@ -124,14 +128,17 @@ class FamilyRun:
         if self.rms is not None:
             for head in heads.values():
                 scale_features(head, self.rms)
-        give_start(config, list(heads.values()), self.pair, self.texts, self.stops, self.ranks, part)
         aims, target_ids = [plan.aim for plan in plans], self.vocabulary.target_ids
         [read] = {plan.input for plan in plans}
-        step = HeadStep(self.pair.expert, target_ids, self.stops, aims, self.pair.amateur, read, config.seed)
+        models = self.pair.expert, self.pair.amateur
+        step = HeadStep(models[0], target_ids, self.stops, aims, models[1], read, config.seed, self.store)
+        passes = Passes(models, self.store)
+        give_start(config, list(heads.values()), passes, self.texts, self.stops, self.ranks, part)
         evaluate = evaluation(config, step, self.held_out, self.ranks)
         modules = {name: trained_module(config, head, self.stream, self.ranks) for name, head in heads.items()}
         depends_on = {**self.identity, "members": list(heads)}
-        trained = fit(modules, self.stream, step, config, self.ranks, depends_on, argv, evaluate, part=part)
+        scale = rate_scale(config)
+        trained = fit(modules, self.stream, step, config, self.ranks, depends_on, argv, evaluate, None, part, scale)
         members = [
             self.keep(plan, member, folder / "heads" / plan.name, its)
             for plan, member, its in zip(plans, trained, fixed, strict=True)
@@ -219,6 +226,7 @@ def held_fixed(run: FamilyRun, plan: Planned, head: Eagle3Head) -> dict:
             "betas": [config.beta1, config.beta2],
             "weight decay": config.weight_decay,
             "clipping": config.clip,
+            "rates": [config.fc_rate, config.query_key_rate, config.norm_rate, float(config.train_lm_head)],
         },
         "schedule": {
             "peak": config.lr,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
+from data_prep.feature_files import TEXTS, FeatureStore
 from data_prep.vocabulary import DraftVocabulary, build_vocabulary, load_vocabulary
 from dcd_core.chat import stop_ids
 from dcd_core.config import FROM_PAIR, refuse_above, refuse_below
@@ -22,6 +24,7 @@ from train.closed_form import start_in_closed_form
 from train.held_out import SKIP_TRAINED
 from train.loop import FREE, LoopConfig, has_checkpoint, refuse_texts
 from train.online_expert import HeadStep, HeldOut, feature_rms, scale_features
+from train.passes import Passes, open_store
 from train.processes import Ranks
 from train.sizes import common_pieces
 from train.unroll import Unroll, count_rows
@@ -32,7 +35,15 @@ class HeadConfig(LoopConfig):
     """Settings of a head's training (those of the loop come first)."""
 
     expert: str = field(metadata={"help": "expert: hub id or folder", **FREE})
-    train_tokens: list[str] = field(metadata={"help": "token files to train on", **FREE})
+    train_tokens: list[str] = field(
+        default_factory=list, metadata={"help": "token files to train on (default: the texts of --features)", **FREE}
+    )
+    features: str = field(
+        default="", metadata={"help": "store of data_prep/features.py: no passes of the frozen models", **FREE}
+    )
+    online: bool = field(
+        default=False, metadata={"help": "pass texts that --features lacks through the models; else refuse", **FREE}
+    )
     eval_tokens: list[str] = field(default_factory=list, metadata={"help": "token files held out", **FREE})
     max_answer_tokens: int = field(default=0, metadata={"help": "train on the first texts up to this many; 0: all"})
     eval_texts: int = field(default=0, metadata={"help": "held-out texts to evaluate on; 0: all", **FREE})
@@ -55,6 +66,10 @@ class HeadConfig(LoopConfig):
     )
     start_norm: float = field(default=0.5, metadata={"help": "closed form: final norm, in sizes of the final states"})
     start_texts: int = field(default=0, metadata={"help": "closed form: read the first so many texts; 0: all"})
+    fc_rate: float = field(default=1.0, metadata={"help": "learning rate of fc, in parts of --lr"})
+    query_key_rate: float = field(default=1.0, metadata={"help": "learning rate of queries and keys, in parts of --lr"})
+    norm_rate: float = field(default=1.0, metadata={"help": "learning rate of the norms, in parts of --lr"})
+    train_lm_head: bool = field(default=True, metadata={"help": "train the output rows; false: keep the expert's"})
     head_layers: int = field(default=1, metadata={"help": "decoder blocks of the head: its depth"})
     head_intermediate_size: int = field(default=0, metadata={"help": "width of the head's MLPs; 0: the expert's"})
     expert_dtype: Literal["float32", "bfloat16"] = field(
@@ -66,13 +81,16 @@ class HeadConfig(LoopConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.features and not self.train_tokens:
+            self.train_tokens = [str(Path(self.features) / TEXTS)]
         if not self.expert or not self.train_tokens:
-            raise ValueError("--expert (hub id or folder) and --train_tokens (token files) are both needed")
+            raise ValueError("--expert (hub id or folder) and --train_tokens or --features are both needed")
         refuse_below(self, draft_vocab_size=1, unroll_steps=1, gamma=1, head_layers=1, head_intermediate_size=0)
         refuse_below(self, step_decay=0, start_texts=0)
         refuse_above(self, step_decay=1)
-        if self.start_norm <= 0:
-            raise ValueError(f"--start_norm must be positive, got {self.start_norm}")
+        for name in ("fc_rate", "query_key_rate", "norm_rate", "start_norm"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
         refuse_texts(self)
         refuse_taps(self, "feature_layers")
 
@@ -147,18 +165,37 @@ def fresh_head(
 def trained_module(config: HeadConfig, head: Eagle3Head, stream: Stream, ranks: Ranks) -> Unroll:
     """What an engine trains."""
     pieces = common_pieces(config, stream, ranks, len(head.target_ids))
+    head.lm_head.requires_grad_(config.train_lm_head)
     return Unroll(head, config.unroll_steps, config.step_decay, pieces)
 
 
-def sizes_of_features(config: HeadConfig, pair: Pair, texts: Texts) -> Tensor | None:
+def rate_scale(config: HeadConfig) -> Callable[[str], float]:
+    """What a head's parameter takes of the learning rate, by its name."""
+
+    def scale(name: str) -> float:
+        part = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
+        if "norm" in name:
+            return config.norm_rate
+        return {"fc": config.fc_rate, "q_proj": config.query_key_rate, "k_proj": config.query_key_rate}.get(part, 1.0)
+
+    return scale
+
+
+def find_store(config: HeadConfig, pair: Pair, texts: Texts) -> FeatureStore | None:
+    """The store of ``--features``, if one is given."""
+    models = [pair.expert, *filter(None, [pair.amateur])]
+    return open_store(config.features, models, texts, config.online) if config.features else None
+
+
+def sizes_of_features(config: HeadConfig, pair: Pair, store: FeatureStore | None, texts: Texts) -> Tensor | None:
     """What :func:`fresh_head` scales by."""
-    return feature_rms(pair.expert, texts) if config.feature_scaling == "rms" else None
+    return feature_rms(Passes([pair.expert], store), texts) if config.feature_scaling == "rms" else None
 
 
 def give_start(
     config: HeadConfig,
     heads: Sequence[Eagle3Head],
-    pair: Pair,
+    passes: Passes,
     texts: Texts,
     stops: frozenset[int],
     ranks: Ranks,
@@ -167,7 +204,7 @@ def give_start(
     """Give fresh heads of one shape the start that ``--start`` asks for; every rank must call it. A run that will load
     a checkpoint (of ``part``) needs none."""
     if config.start == "closed_form" and not has_checkpoint(config, ranks, part):
-        start_in_closed_form(heads, pair, texts, stops, ranks, config.start_norm, config.start_texts)
+        start_in_closed_form(heads, passes, texts, stops, ranks, config.start_norm, config.start_texts)
 
 
 def training_stream(config: HeadConfig, texts: Texts, ranks: Ranks, stops: frozenset[int]) -> Stream:

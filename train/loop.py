@@ -8,7 +8,6 @@ those of a run of its own.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +24,7 @@ from dcd_core.files import remove
 from dcd_core.progress import Bar
 from train.batches import Batch, Stream
 from train.checkpoints import Checkpoints
+from train.engines import plain_norm, read_deepspeed_config, set_rate, start_engine
 from train.meters import Board, Meter
 from train.processes import Ranks, WaitFlags, add_up, barrier, hold_for_all, refuse_unshared
 from train.schedule import learning_rate
@@ -99,37 +99,6 @@ def total_steps(config: LoopConfig, steps_per_epoch: int) -> int:
             "lower it, or train on more texts or epochs"
         )
     return total
-
-
-def read_deepspeed_config(path: str) -> dict:
-    """A DeepSpeed JSON that holds memory and precision settings only.
-
-    Raises:
-        UserError: unreadable, or it sets what a flag sets (the flag could never win).
-    """
-    if not path:
-        return {"zero_optimization": {"stage": 0}}
-    try:
-        settings = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problem = getattr(error, "strerror", None) or error
-        raise UserError(f"--deepspeed_config {path} cannot be read as JSON: {problem}") from None
-    if not isinstance(settings, dict) or not isinstance(settings.get("zero_optimization", {}), dict):
-        raise UserError(f"--deepspeed_config {path} must hold an object, and one in its zero_optimization")
-    flags = {
-        "optimizer": "--lr and the AdamW flags",
-        "scheduler": "--schedule and --warmup_steps",
-        "gradient_clipping": "--clip",
-        "gradient_accumulation_steps": "--gradient_accumulation",
-        "train_batch_size": "--batch_size",
-        "train_micro_batch_size_per_gpu": "--batch_size",
-        "bf16": "--dtype",
-        "fp16": "--dtype (fp16 overflows on hidden states)",
-    }
-    for key, flag in flags.items():
-        if key in settings:
-            raise UserError(f"{path} sets {key}: remove it and use {flag}")
-    return settings
 
 
 def what_weights_depend_on(config: LoopConfig, ranks: Ranks, memory: dict, identity: dict) -> dict:
@@ -214,32 +183,6 @@ def open_run(
     return checkpoints, done
 
 
-def start_engine(module: nn.Module, config: LoopConfig, settings: dict):
-    """DeepSpeed's engine with AdamW over the trainable parameters."""
-    import deepspeed
-    from pydantic import ValidationError
-
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    betas = (config.beta1, config.beta2)
-    # one parameter at a time: the same arithmetic on every machine and thread count
-    optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=betas, weight_decay=config.weight_decay, foreach=False)
-    whole = {
-        **settings,
-        "train_micro_batch_size_per_gpu": config.batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation,
-        "gradient_clipping": config.clip,
-        "bf16": {"enabled": config.dtype == "bfloat16"},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
-    try:
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=whole, model_parameters=trained)
-    except ValidationError as error:
-        raise UserError(f"DeepSpeed refuses --deepspeed_config {config.deepspeed_config}: {error}") from None
-    return engine
-
-
 def fit(
     modules: Mapping[str, nn.Module],
     batches: Stream,
@@ -251,6 +194,7 @@ def fit(
     evaluate: Callable[[list], list[dict[str, float]]] | None = None,
     snapshots: Mapping[int, Callable[[list], None]] | None = None,
     part: str = "",
+    scale: Callable[[str], float] = lambda name: 1.0,
 ) -> list[Member]:
     """Open the run folder and train ``modules`` to the end, from the newest checkpoint if there is one.
 
@@ -265,6 +209,7 @@ def fit(
         evaluate: called by all ranks with the engines; the numbers of each are logged under ``eval/``.
         snapshots: called by all ranks with the engines after these numbers of optimiser steps.
         part: name of the checkpoints' folder where a run trains its members in groups, one after the other.
+        scale: what a parameter of this name takes of the learning rate.
     Returns:
         The members, in the order of ``modules``.
     Raises:
@@ -276,7 +221,8 @@ def fit(
     total = total_steps(config, batches.plan.steps_per_epoch)
     settings = what_weights_depend_on(config, ranks, memory, identity)
     members = [
-        Member(name, start_engine(module, config, memory), meter=Meter(ranks)) for name, module in modules.items()
+        Member(name, start_engine(module, config, memory, scale), meter=Meter(ranks))
+        for name, module in modules.items()
     ]
     engines = [member.engine for member in members]
     checkpoints, done = open_run(members, config, ranks, settings, batches.position, argv, part)
@@ -330,8 +276,7 @@ def optimiser_step(members: list[Member], batches: Stream, step, number: int, ra
     """One optimiser step of every member: all micro-batches of this rank. Returns gradient norms before clipping."""
     engines = [member.engine for member in members]
     for engine in engines:
-        for group in engine.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(engine, rate)
     micro, denominators = batches.at(number)
     norms: dict[str, Tensor | None] = {}
     for batch in micro:
@@ -359,24 +304,6 @@ def optimiser_step(members: list[Member], batches: Stream, step, number: int, ra
                 f"the gradient norm of optimiser step {number + 1}{who} is {found[-1]}; texts of this rank: {names}"
             )
     return found
-
-
-def plain_norm(engine) -> Tensor | None:
-    """Gradient norm where DeepSpeed's wrapper keeps none (ZeRO 0 in fp32); after the all-reduce, before clipping."""
-    if hasattr(engine.optimizer, "_global_grad_norm"):
-        return None
-    gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
-
-
-def full_weights(engine) -> dict[str, Tensor]:
-    """The module's weights, whole and on every rank, also where ZeRO 3 shards them; the tensors are copies."""
-    import deepspeed
-
-    parameters = list(engine.module.parameters())
-    sharded = engine.zero_optimization_partition_weights()
-    with deepspeed.zero.GatheredParameters(parameters, enabled=sharded):
-        return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
 
 
 def refuse_non_finite(name: str, values: Tensor, batch: Batch) -> None:

@@ -8,13 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from data_prep.feature_files import FeatureStore
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.family import READS_AMATEUR, join_features
-from dcd_core.models import LanguageModel, Output
+from dcd_core.models import LanguageModel
 from dcd_core.replay import Rollout, replay
 from train.batches import Batch, Texts
-from train.loop import full_weights, refuse_non_finite
+from train.engines import full_weights
 from train.meters import per_step
+from train.passes import Passes
 from train.processes import Ranks, add_up
 from train.unroll import EXPERT, Aim, Alignment, Targets, Unroll, align, draft_targets
 
@@ -30,6 +32,7 @@ class HeadStep:
         amateur: frozen; None where neither an aim nor the heads' input needs it.
         amateur_input: what the heads read of the amateur (:data:`~dcd_core.heads.family.INPUTS`).
         shuffle_seed: of the shuffled input.
+        store: where the frozen passes of some texts are.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class HeadStep:
         amateur: LanguageModel | None = None,
         amateur_input: str = "expert_only",
         shuffle_seed: int = 0,
+        store: FeatureStore | None = None,
     ):
         self.expert = expert
         self.target_ids = target_ids.to(expert.device)
@@ -51,29 +55,13 @@ class HeadStep:
         needed = self.amateur_features or any(aim.reads_amateur for aim in aims)
         self.models = [expert, amateur] if needed else [expert]
         self.amateur_width = 3 * amateur.hidden_size if amateur else 0
-
-    def frozen(self, batch: Batch, ids: Tensor) -> list[Output]:
-        """The passes of the expert and, where something of it is needed, the amateur.
-
-        Raises:
-            UserError: NaN or inf in their features or final states, naming the texts.
-        """
-        wanted = True, self.amateur_features
-        outputs = [
-            model.forward_full(ids, features=features, logits=False)
-            for model, features in zip(self.models, wanted, strict=False)
-        ]
-        for role, output in zip(("expert", "amateur"), outputs, strict=False):
-            if output.features is not None:
-                refuse_non_finite(f"the {role}'s features", output.features, batch)
-            refuse_non_finite(f"the {role}'s final states", output.hidden, batch)
-        return outputs
+        self.passes = Passes(self.models, store)
 
     def each(self, batch: Batch) -> list[tuple[Tensor, Tensor, Alignment, Targets]]:
         """What each head reads: features, embedded next tokens, alignment and targets; equal parts are shared."""
         expert = self.expert
         ids = batch.input_ids.to(expert.device)
-        outputs = self.frozen(batch, ids)
+        outputs = self.passes(batch, (True, self.amateur_features))
         alignment = align(batch.texts, batch.spans, self.stop_ids).to(expert.device)
         layers = [model.output_layer for model in self.models]
         different = list(dict.fromkeys(self.aims))
@@ -153,15 +141,12 @@ def copy_module(engine) -> Unroll:
     return Unroll(head, trained.steps, trained.decay).eval().requires_grad_(False)
 
 
-@torch.no_grad()
-def feature_rms(expert: LanguageModel, texts: Texts, count: int = 16) -> Float[Tensor, " features"]:
+def feature_rms(passes: Passes, texts: Texts, count: int = 16) -> Float[Tensor, " features"]:
     """Root mean square of every tapped feature over the first texts; their first token, where a few channels of the
     residual stream are far out of proportion, is left out."""
-    total, rows = torch.zeros(3 * expert.hidden_size, dtype=torch.float64, device=expert.device), 0
+    total, rows = 0.0, 0
     for index in range(min(count, len(texts))):
-        batch = texts.batch([index])
-        features = expert.forward_full(batch.input_ids.to(expert.device), features=True, logits=False).features
-        refuse_non_finite("the expert's features", features, batch)
+        features = passes(texts.batch([index]))[0].features
         total += features[0, 1:].double().pow(2).sum(0)
         rows += features.shape[1] - 1
     return (total / max(rows, 1)).sqrt().float()

@@ -13,7 +13,8 @@ from dcd_core.heads.dual_input import make_head
 from dcd_core.heads.eagle3 import Eagle3Config
 from dcd_core.models import default_feature_layers, load_config
 from train.batches import Batch, Plan, Stream, Texts
-from train.loop import read_deepspeed_config, total_steps
+from train.engines import read_deepspeed_config
+from train.loop import total_steps
 from train.processes import Ranks, planned_world
 from train.pruning import parse_layers, pruned_config, refuse_quantised
 from train.step_memory import amateur_memory, fullest, head_memory, on_meta

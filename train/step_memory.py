@@ -185,6 +185,8 @@ def head_memory(
 
         def heads() -> list[Unroll]:
             bare = [bare_head(shape, config.dtype) for _ in aims]
+            for head in bare:
+                head.lm_head.requires_grad_(config.train_lm_head)
             return [Unroll(head, config.unroll_steps, config.step_decay) for head in bare]
 
         modules = heads()
