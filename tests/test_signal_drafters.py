@@ -109,7 +109,7 @@ def test_two_processes_give_the_records_of_one(world, one_rank, tmp_path):
 
 def test_each_rank_measures_its_share(world, tmp_path, monkeypatch):
     """The second of two ranks, played by one process: every other batch, and no records."""
-    monkeypatch.setattr(entry, "join", lambda device: entry.Ranks(1, 2, torch.device("cpu")))
+    monkeypatch.setattr(entry, "join", lambda *_: entry.Ranks(1, 2, torch.device("cpu")))
     given = flags(world, tmp_path / "out")
     calls, real = [], entry.measure_batch
     monkeypatch.setattr(entry, "measure_batch", lambda *rest: calls.append(rest) or real(*rest))
