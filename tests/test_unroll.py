@@ -170,6 +170,13 @@ def test_row_sums_are_the_divergences_of_the_core():
     assert torch.allclose(loss - entropy, kl(log_p, log_e).sum())
     assert torch.allclose(accepted, acceptance(log_e, log_p).sum())
     assert correct == (logits.argmax(-1) == expert.argmax(-1)).sum()
+    rejected, _, same = row_sums(logits.requires_grad_(), log_p.exp(), everywhere, ones, 1.0)
+    assert torch.allclose(rejected, 5 - accepted) and same == accepted
+    mixed, _, _ = row_sums(logits, log_p.exp(), everywhere, ones, 0.25)
+    assert torch.allclose(mixed, 0.75 * loss + 0.25 * rejected)
+    [gradient] = torch.autograd.grad(rejected, logits)
+    assert torch.autograd.gradcheck(lambda x: row_sums(x, log_p.exp(), everywhere, ones, 1.0)[0], logits)
+    assert float(gradient.abs().max()) > 0.01
 
 
 def test_a_batch_without_answers_gives_zero_loss_and_zero_gradients():

@@ -218,7 +218,11 @@ def held_fixed(run: FamilyRun, plan: Planned, head: Eagle3Head) -> dict:
             "texts per step": step.global_batch,
         },
         "position mask rule": {"rule": MASK_RULE, "stop ids": sorted(run.stops)},
-        "loss": {"step decay": config.step_decay, "normalisation": normalisation(config, step)},
+        "loss": {
+            "step decay": config.step_decay,
+            "normalisation": normalisation(config, step),
+            "rejection weight": config.rejection_weight,
+        },
         "unroll depth": config.unroll_steps,
         "draft vocabulary": run.vocabulary.content_hash,
         "optimiser": {

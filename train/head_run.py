@@ -53,6 +53,9 @@ class HeadConfig(LoopConfig):
     vocabulary: str = field(default="", metadata={"help": "ready draft vocabulary (default: count answers)", **FREE})
     unroll_steps: int = field(default=7, metadata={"help": "drafts unrolled in training"})
     step_decay: float = field(default=0.8, metadata={"help": "weight of step i is this to the i"})
+    rejection_weight: float = field(
+        default=0.0, metadata={"help": "share of the chance of rejection in the loss; the rest is cross-entropy"}
+    )
     loss_normalisation: Literal["step", "eagle"] = field(
         default="step",
         metadata={"help": "divide by the loss rows of the optimiser step, or like EAGLE by all positions"},
@@ -86,8 +89,8 @@ class HeadConfig(LoopConfig):
         if not self.expert or not self.train_tokens:
             raise ValueError("--expert (hub id or folder) and --train_tokens or --features are both needed")
         refuse_below(self, draft_vocab_size=1, unroll_steps=1, gamma=1, head_layers=1, head_intermediate_size=0)
-        refuse_below(self, step_decay=0, start_texts=0)
-        refuse_above(self, step_decay=1)
+        refuse_below(self, step_decay=0, start_texts=0, rejection_weight=0)
+        refuse_above(self, step_decay=1, rejection_weight=1)
         for name in ("fc_rate", "query_key_rate", "norm_rate", "start_norm"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
@@ -166,7 +169,7 @@ def trained_module(config: HeadConfig, head: Eagle3Head, stream: Stream, ranks: 
     """What an engine trains."""
     pieces = common_pieces(config, stream, ranks, len(head.target_ids))
     head.lm_head.requires_grad_(config.train_lm_head)
-    return Unroll(head, config.unroll_steps, config.step_decay, pieces)
+    return Unroll(head, config.unroll_steps, config.step_decay, pieces, config.rejection_weight)
 
 
 def rate_scale(config: HeadConfig) -> Callable[[str], float]:

@@ -191,18 +191,25 @@ def row_sums(
     probs: Float[Tensor, "entry draft"],
     inside: Bool[Tensor, " entry"],
     mass: Float[Tensor, " entry"],
+    rejection_weight: float = 0.0,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
     """Summed loss, correct rows and acceptance over some rows of one step.
 
     Rows whose expert argmax lies outside the draft vocabulary give no loss and count as wrong; acceptance is
     sum min(p, e) with the expert's p over its whole vocabulary.
+
+    Args:
+        rejection_weight: of the chance of rejection, 1 - sum min(p, e) = TV(p, e), in the loss; the rest is
+            cross-entropy's.
     """
     probs = probs.to(logits.dtype)
-    loss = torch.where(inside, F.cross_entropy(logits, probs, reduction="none"), 0.0).sum()
-    with torch.no_grad():
-        correct = (inside & (logits.argmax(-1) == probs.argmax(-1))).sum().to(logits.dtype)
-        accepted = torch.minimum(probs * mass[:, None].to(logits.dtype), logits.softmax(-1)).sum()
-    return loss, correct, accepted
+    loss = F.cross_entropy(logits, probs, reduction="none")
+    with torch.set_grad_enabled(torch.is_grad_enabled() and rejection_weight > 0):
+        accepted = torch.minimum(probs * mass[:, None].to(logits.dtype), logits.softmax(-1)).sum(-1)
+    if rejection_weight:
+        loss = (1 - rejection_weight) * loss + rejection_weight * (1 - accepted)
+    correct = (inside & (logits.argmax(-1) == probs.argmax(-1))).sum().to(logits.dtype)
+    return torch.where(inside, loss, 0.0).sum(), correct, accepted.detach().sum()
 
 
 def logit_pieces(rows: int, ids: int) -> int:
@@ -220,14 +227,16 @@ class Unroll(nn.Module):
         pieces: in how many pieces the logits of every step are made; 0: as few as :data:`LOGIT_BUDGET` allows. Where
             ranks share the weights of the output layer (ZeRO 3), each piece is a collective call, and a rank that made
             another number of them than its neighbours would wait for them for ever.
+        rejection_weight: see :func:`row_sums`.
     """
 
-    def __init__(self, head: nn.Module, steps: int, decay: float = 0.8, pieces: int = 0):
+    def __init__(self, head: nn.Module, steps: int, decay: float = 0.8, pieces: int = 0, rejection_weight: float = 0.0):
         super().__init__()
         self.head = head
         self.steps = steps
         self.decay = decay
         self.pieces = pieces
+        self.rejection_weight = rejection_weight
 
     def forward(
         self,
@@ -274,6 +283,5 @@ class Unroll(nn.Module):
         return tuple(torch.stack(column).sum(0) for column in zip(*parts, strict=True))
 
     def _chunk(self, states: Tensor, entries: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
-        return row_sums(
-            self.head.logits(states), targets.probs[entries], targets.inside[entries], targets.mass[entries]
-        )
+        chosen = targets.probs[entries], targets.inside[entries], targets.mass[entries]
+        return row_sums(self.head.logits(states), *chosen, self.rejection_weight)
