@@ -1,7 +1,8 @@
 """Pipeline files: stages with their commands, inputs and outputs, and the variables in them.
 
 A word in braces stands for a variable of the file or for a place: {python}, {run} (the folder for results), {cache},
-and, in commands, {port} (a TCP port that is free when the stage starts).
+and, in commands, {port} (a TCP port that is free when the stage starts). {dtype} is what this machine computes fast in,
+unless the file's own variables set it.
 """
 
 import shlex
@@ -63,6 +64,7 @@ def load_pipeline(path: str, run_dir: str = "", cache_folder: str = "") -> Pipel
         "cache": str(cache_dir(cache_folder)),
         "port": "0",  # see free_port
     }
+    variables.setdefault("dtype", fast_dtype())
     stages = [_stage(entry, variables, path) for entry in content["stages"]]
     names = [stage.name for stage in stages]
     repeated = [name for name in names if names.count(name) > 1]
@@ -79,6 +81,15 @@ def fill(text: str, variables: dict[str, str], where: str = "") -> str:
         return text.format_map(variables)
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(f"{where}: '{text}' has no variable {error}; there are {', '.join(variables)}") from None
+
+
+def fast_dtype() -> str:
+    """bfloat16 where the device has instructions for it, else float32: a CPU without them takes eight times as long."""
+    import torch
+
+    cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    fast = torch.cuda.is_available() or any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return "bfloat16" if fast else "float32"
 
 
 def free_port() -> str:

@@ -57,6 +57,21 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("instructions", "dtype"), [({"avx2": True, "avx512_bf16": False}, "float32"), ({"avx512_bf16": True}, "bfloat16")]
+)
+def test_the_dtype_is_one_that_this_machine_is_fast_in(bench, monkeypatch, instructions, dtype):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: instructions, raising=False)
+    bench.content["stages"][0]["command"][-1] = "{dtype}"
+    assert bench() == 0 and (bench.run / "first.txt").read_text() == f"a{dtype}"
+    # another one is another result
+    bench.ran()
+    bench.content["variables"]["dtype"] = "float64"
+    assert bench() == 0 and bench.ran() == ["first", "second"]
+    assert (bench.run / "first.txt").read_text() == "afloat64"
+
+
 def test_each_stage_runs_once(bench, capfd):
     assert bench() == 0
     assert bench.ran() == ["first", "second"]
