@@ -26,6 +26,7 @@ def settings(module: str) -> type:
 GIVEN = {
     module: [f"--{flag}=x" for flag in flags.split()]
     for module, flags in {
+        "data_prep.features": "expert tokens out",
         "data_prep.regenerate": "amateur",
         "diagnostics.lossless": "expert amateur prompts",
         "diagnostics.benchmark": "expert prompts output",
