@@ -27,6 +27,7 @@ from dcd_core.progress import progress
 from train.batches import Texts
 from train.passes import Passes
 from train.processes import Ranks, add_up
+from train.start_scale import calibrate
 from train.unroll import align
 
 HELD_OUT = 8
@@ -285,7 +286,7 @@ def start_in_closed_form(
     texts: Texts,
     stop_ids: frozenset[int],
     ranks: Ranks,
-    norm: float = 0.5,
+    norm: float = 0.0,
     count: int = 0,
 ) -> None:
     """Give fresh heads of one shape this start; every rank must call it.
@@ -294,6 +295,9 @@ def start_in_closed_form(
     aimed at a contrast too, predict the expert's, so that heads of one seed start as one function. For the same reason
     an amateur's columns of ``fc`` stay zero.
 
+    Args:
+        norm: of the final norm, in sizes of the final states; 0: that of least cross-entropy.
+        count: texts that are read at most; 0: all.
     Raises:
         UserError: a head that is not supported, an amateur of another hidden size, or too few texts.
     """
@@ -307,15 +311,20 @@ def start_in_closed_form(
         fitted, held_out = (sums.over_ranks(ranks.device) for sums in local)
         solution = solve(fitted, held_out, groups_used(mine[0]) * mine[0].config.head_dim)
         for head in mine:
-            put(head, solution, norm, max(texts.lengths))
+            put(head, solution, norm or 1.0, max(texts.lengths))
             if not expert:
                 rows = model.output.rows()
                 head.lm_head.weight.data.copy_(rows[head.target_ids.to(rows.device)])
+        if not norm:  # once for all: they are one function
+            numbers = range(0, min(count or len(texts), len(texts)), HELD_OUT)
+            scale = calibrate(mine[0], passes, texts, numbers, stop_ids, ranks)
+            for head in mine:
+                head.norm.weight.data.mul_(scale)
         if ranks.first:
             print(
                 f"closed-form start: {fitted.rows + held_out.rows:.0f} rows, ridge penalty {solution.penalty:g}, "
                 f"explains {1 - solution.unexplained:.0%} of held-out states; keys of own position vary by "
-                f"{solution.spread:.0%}",
+                f"{solution.spread:.0%}; final norm {norm or scale:.2f} of the states' size",
                 flush=True,
             )
 

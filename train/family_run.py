@@ -192,7 +192,8 @@ def scaling(config: FamilyConfig) -> str:
     """What was made of the random initial weights before training."""
     if config.start == "random":
         return config.feature_scaling
-    return f"{config.start} with a norm of {config.start_norm:g} from {config.start_texts or 'all'} texts"
+    norm = config.start_norm or "least cross-entropy"
+    return f"{config.start} with a norm of {norm} from {config.start_texts or 'all'} texts"
 
 
 def held_fixed(run: FamilyRun, plan: Planned, head: Eagle3Head) -> dict:

@@ -67,7 +67,9 @@ class HeadConfig(LoopConfig):
         default="random",
         metadata={"help": "initial weights: random, or with fc and attention from a linear regression"},
     )
-    start_norm: float = field(default=0.5, metadata={"help": "closed form: final norm, in sizes of the final states"})
+    start_norm: float = field(
+        default=0.0, metadata={"help": "closed form: final norm, in sizes of the final states; 0: by cross-entropy"}
+    )
     start_texts: int = field(default=0, metadata={"help": "closed form: read the first so many texts; 0: all"})
     fc_rate: float = field(default=1.0, metadata={"help": "learning rate of fc, in parts of --lr"})
     query_key_rate: float = field(default=1.0, metadata={"help": "learning rate of queries and keys, in parts of --lr"})
@@ -89,9 +91,9 @@ class HeadConfig(LoopConfig):
         if not self.expert or not self.train_tokens:
             raise ValueError("--expert (hub id or folder) and --train_tokens or --features are both needed")
         refuse_below(self, draft_vocab_size=1, unroll_steps=1, gamma=1, head_layers=1, head_intermediate_size=0)
-        refuse_below(self, step_decay=0, start_texts=0, rejection_weight=0)
+        refuse_below(self, step_decay=0, start_texts=0, start_norm=0, rejection_weight=0)
         refuse_above(self, step_decay=1, rejection_weight=1)
-        for name in ("fc_rate", "query_key_rate", "norm_rate", "start_norm"):
+        for name in ("fc_rate", "query_key_rate", "norm_rate"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name} must be positive, got {getattr(self, name)}")
         refuse_texts(self)
