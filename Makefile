@@ -31,7 +31,7 @@ RUN := $(VENV)/bin/python
 OLDEST := tests/test_cache.py tests/test_models.py tests/test_decode.py tests/test_batch.py tests/test_decode_types.py \
   tests/test_custom_generate.py
 
-.PHONY: help setup test test-newest test-oldest quality demo cross-alpha certify identity speed decoders head-300k contrast \
+.PHONY: help setup test test-newest test-oldest quality demo cross-alpha certify identity speed decoders head head-300k contrast \
   report clean
 
 help: ## list the targets
@@ -93,6 +93,9 @@ speed: demo ## speed-up table of the demo's pair in bf16, greedy and sampled (ab
 
 decoders: demo ## every decoder on the demo's pair: trees, hybrid, deferred, batches, overhead (about 80 min, idle)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/decoders.yaml
+
+head: demo ## the best head of one night, and its accepted length on the way (up to 6 hours, resumable)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/head.yaml
 
 head-300k: demo ## a head trained on 300 k tokens, and its accepted length on the way (about 60 min)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/head_300k.yaml
