@@ -283,7 +283,7 @@ def test_what_cannot_be_started_so_is_refused():
     expert, head = LinearExpert(), linear_head(SHAPES["llama"])
     amateur = LinearExpert()
     amateur.hidden_size = 2 * HIDDEN
-    with pytest.raises(UserError, match="64 numbers and not the head's 32"):
+    with pytest.raises(UserError, match="64 numbers, more than the head's 32"):
         refuse(head, amateur)
     for few in (TEXTS.samples[:1], TEXTS.samples[1:2]):
         with pytest.raises(UserError, match="give more training texts"):

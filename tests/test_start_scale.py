@@ -1,5 +1,8 @@
 """The size of a fresh head's logits is the one of least cross-entropy, for whatever it imitates."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import tiny_model
@@ -7,9 +10,10 @@ from toy_training import STOP, toy_samples
 
 from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
+from dcd_core.models import Output
 from train.batches import Texts
 from train.closed_form import HELD_OUT, start_in_closed_form
-from train.online_expert import HeadStep
+from train.online_expert import HeadStep, copy_module
 from train.passes import Passes
 from train.processes import Ranks, start
 from train.start_scale import SCALES, calibrate, cross_entropies
@@ -68,3 +72,60 @@ def test_ranks_agree_on_what_one_rank_finds(monkeypatch):
         calibrate(head, passes, TEXTS, HELD, STOPS, Ranks(rank, 2, alone.device))
     torch.testing.assert_close(parts[0] + parts[1], summed)
     assert not torch.allclose(parts[0], summed)
+
+
+def test_a_narrower_amateur_is_imitated_in_the_heads_own_width():
+    """Its states and output rows get further numbers that are zero: its logits stay what they are."""
+    torch.manual_seed(0)
+    expert, amateur = tiny_model("smol"), tiny_model("smol", 100, 8)
+    half = amateur.hidden_size // 2
+    amateur.model.lm_head.weight = torch.nn.Parameter(amateur.output.rows().clone())
+    amateur.model.lm_head.weight.data[:, half:] = 0
+    rows = amateur.output.rows()
+    narrow = Narrow(amateur, half)
+    head = heads(expert, amateur, "amateur")
+    start_in_closed_form([head], Passes([expert, narrow]), TEXTS, STOPS, start(0), norm=1.0)
+    assert torch.equal(head.lm_head.weight, rows) and head.fc.weight[half:].abs().max().item() < 1e-6
+    wide = heads(expert, amateur, "amateur")
+    start_in_closed_form([wide], Passes([expert, amateur]), TEXTS, STOPS, start(0), norm=1.0)
+    # half of the numbers of the wide one's regression are the narrow one's, but for the penalty that each chooses
+    near = torch.nn.functional.cosine_similarity(head.fc.weight[:half].flatten(), wide.fc.weight[:half].flatten(), 0)
+    assert near > 0.9
+
+
+def test_a_head_for_features_of_size_one_is_the_same_function():
+    """Dividing by powers of two rounds nothing, and the head that is kept is one for features as they come. Only the
+    steps that an optimiser makes are others: those of the scaled weights."""
+    torch.manual_seed(0)
+    expert = tiny_model("smol")
+    plain = heads(expert, None, "expert")
+    sizes = 2.0 ** torch.randint(-3, 8, (plain.config.feature_widths[0],))
+    scaled = copy.deepcopy(plain)
+    inputs = HeadStep(expert, plain.target_ids, STOPS).inputs(TEXTS.batch([0, 1]))
+    modules = Unroll(plain, 3), Unroll(scaled, 3, sizes=sizes)
+    losses = [module(*inputs, [1.0] * 3)[0] for module in modules]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(scaled.fc.weight.grad * sizes, plain.fc.weight.grad)
+    assert not torch.allclose(scaled.fc.weight, plain.fc.weight)
+    kept = copy_module(SimpleNamespace(module=modules[1], zero_optimization_partition_weights=lambda: False))
+    assert torch.equal(kept.head.fc.weight, plain.fc.weight) and kept.sizes is None
+
+
+class Narrow:
+    """A model whose states are the first so many numbers of another's."""
+
+    def __init__(self, model, width: int):
+        self.model, self.hidden_size, self.name, self.device = model, width, "narrow", model.device
+        self.output = self
+
+    def rows(self):
+        return self.model.output.rows()[:, : self.hidden_size]
+
+    def output_layer(self, hidden):
+        return hidden @ self.rows().T
+
+    def forward_full(self, ids, **options):
+        output = self.model.forward_full(ids, **options)
+        return Output(None, output.features, output.hidden[..., : self.hidden_size])

@@ -17,9 +17,11 @@ from dcd_core.heads.checkpoint import load_head
 from dcd_core.models import Pair, load_model
 from train.batches import Plan, Stream, Texts
 from train.eagle3 import main
+from train.head_run import sizes_of_features, trained_module
 from train.online_expert import HeadStep
+from train.processes import Ranks
 from train.sizes import head_result
-from train.unroll import Unroll, count_rows
+from train.unroll import count_rows
 
 ZERO = "configs/deepspeed/zero{}.json"
 
@@ -195,7 +197,9 @@ def test_the_logged_gradient_norm_is_the_true_one(toy, finished):
     config = entry.parse_config(entry.Config, options(toy, finished))
     expert = load_model(str(toy / "expert"), device="cpu")
     texts = Texts.load(str(toy / "train.parquet"), 2048, 96)
-    head = entry.build_head(config, Pair(expert, None, None), texts)
+    pair = Pair(expert, None, None)
+    rms = sizes_of_features(config, pair, None, texts)
+    head = entry.build_head(config, pair, rms, texts)
     stream = Stream(
         texts,
         Plan(tuple(texts.lengths), 4, 1, 1, 0),
@@ -203,7 +207,8 @@ def test_the_logged_gradient_norm_is_the_true_one(toy, finished):
         lambda sample: count_rows(sample.input_ids, sample.answer_spans, frozenset({STOP}), 3),
     )
     batches, denominators = stream.at(0)
-    loss, sums = Unroll(head, 3)(*HeadStep(expert, head.target_ids, frozenset({STOP})).inputs(batches[0]), denominators)
+    unroll = trained_module(config, head, stream, Ranks(0, 1, torch.device("cpu")), rms)
+    loss, sums = unroll(*HeadStep(expert, head.target_ids, frozenset({STOP})).inputs(batches[0]), denominators)
     loss.backward()
     norm = torch.linalg.vector_norm(torch.stack([weight.grad.norm() for weight in head.parameters()])).item()
     assert norm > 0.5
@@ -218,7 +223,8 @@ def test_a_fresh_head_reads_all_features_alike(toy, tmp_path):
     expert = load_model(str(toy / "expert"), device="cpu")
     texts = Texts.load(str(toy / "train.parquet"), 2048, 96)
     pair = Pair(expert, None, None)
-    scaled, unscaled = (entry.build_head(each, pair, texts).fc.weight for each in (config, plain))
+    made = ((each, sizes_of_features(each, pair, None, texts)) for each in (config, plain))
+    scaled, unscaled = (entry.build_head(each, pair, rms, texts).fc.weight for each, rms in made)
     features = [expert.forward_full(texts.batch([i]).input_ids, features=True).features[0, 1:] for i in range(16)]
     rms = torch.cat(features).pow(2).mean(0).sqrt()
     assert torch.allclose(scaled * rms, unscaled, atol=1e-6) and rms.max() / rms.min() > 2

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -128,7 +129,8 @@ def gather(
     expert = passes.models[0]
     device = torch.device("cpu") if expert.device.type == "mps" else expert.device  # which has no fp64
     wide = expert.hidden_size + head.config.feature_widths[0]
-    fitted, held_out = (Sums.zeros(wide, target.hidden_size, device) for _ in range(2))
+    hidden = head.config.hidden_size
+    fitted, held_out = (Sums.zeros(wide, hidden, device) for _ in range(2))
     mine = range(ranks.rank, min(count or len(texts), len(texts)), ranks.world)
     for number in progress(mine, label="closed-form start", unit="texts"):
         batch = texts.batch([number])
@@ -143,7 +145,7 @@ def gather(
             embeds = head.midlayer.input_layernorm(expert.embedding(ids[0, rows + 1]).to(head.dtype))
         x = torch.cat([embeds.double(), features[0, rows].double()], dim=1)
         sums = fitted if number % HELD_OUT else held_out
-        sums.add(x, states[0, rows + 1])
+        sums.add(x, widened(states[0, rows + 1], hidden))
     return fitted, held_out
 
 
@@ -299,7 +301,7 @@ def start_in_closed_form(
         norm: of the final norm, in sizes of the final states; 0: that of least cross-entropy.
         count: texts that are read at most; 0: all.
     Raises:
-        UserError: a head that is not supported, an amateur of another hidden size, or too few texts.
+        UserError: a head that is not supported, an amateur of a larger hidden size, or too few texts.
     """
     for model in passes.models:
         expert = model is passes.models[0]
@@ -314,7 +316,8 @@ def start_in_closed_form(
             put(head, solution, norm or 1.0, max(texts.lengths))
             if not expert:
                 rows = model.output.rows()
-                head.lm_head.weight.data.copy_(rows[head.target_ids.to(rows.device)])
+                chosen = rows[head.target_ids.to(rows.device)]
+                head.lm_head.weight.data.copy_(widened(chosen, head.config.hidden_size))
         if not norm:  # once for all: they are one function
             numbers = range(0, min(count or len(texts), len(texts)), HELD_OUT)
             scale = calibrate(mine[0], passes, texts, numbers, stop_ids, ranks)
@@ -334,8 +337,13 @@ def refuse(head: Eagle3Head, target: LanguageModel) -> None:
     fields = [name for name in UNSUPPORTED if getattr(head.config, name)]
     if fields:
         raise UserError(f"unsupported: --start closed_form for a head with {', '.join(fields)}; give --start random")
-    if target.hidden_size != head.config.hidden_size:
+    if target.hidden_size > head.config.hidden_size:
         raise UserError(
             f"unsupported: --start closed_form for a head that imitates {target.name}, whose states have "
-            f"{target.hidden_size} numbers and not the head's {head.config.hidden_size}; give --start random"
+            f"{target.hidden_size} numbers, more than the head's {head.config.hidden_size}; give --start random"
         )
+
+
+def widened(states: Float[Tensor, "row target"], hidden: int) -> Float[Tensor, "row hidden"]:
+    """A smaller model's states, or output rows, as a head's: further numbers are zero, so that logits are the same."""
+    return F.pad(states, (0, hidden - states.shape[-1]))

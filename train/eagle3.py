@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import UInt64
+from torch import Tensor
 
-from data_prep.feature_files import FeatureStore
 from dcd_core.config import finish_run, parse_config, run_entry
 from dcd_core.heads.checkpoint import load_head, locate, save_head
 from dcd_core.heads.eagle3 import Eagle3Head
@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     prompts = trained_prompts(config, texts)
     held_out = held_out_texts(config, pair.expert.vocab, prompts, ranks)
     store = find_store(config, pair, texts)
-    head = build_head(config, pair, store, texts)
+    rms = sizes_of_features(config, pair, store, texts)
+    head = build_head(config, pair, rms, texts)
     stream = training_stream(config, texts, ranks, stops)
     step = HeadStep(pair.expert, head.target_ids, stops, store=store)
     give_start(config, [head], step.passes, texts, stops, ranks)
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     depends_on = identity(texts, head.target_ids, pair)
     if ranks.first:
         print(f"training texts: {texts.describe()}", flush=True)
-    modules = {"": trained_module(config, head, stream, ranks)}
+    modules = {"": trained_module(config, head, stream, ranks, rms)}
     folder = Path(config.output)
     heads = folder / "heads"
     snapshots = {
@@ -127,12 +128,12 @@ def keep_head(path: Path, ranks: Ranks, prompts: UInt64[np.ndarray, " prompt"]) 
     return keep
 
 
-def build_head(config: Config, pair: Pair, store: FeatureStore | None, texts: Texts) -> Eagle3Head:
+def build_head(config: Config, pair: Pair, rms: Tensor | None, texts: Texts) -> Eagle3Head:
     """A fresh head on the given or counted draft vocabulary, or the head of ``--head_init`` with its own."""
     if config.head_init:
         return load_head(config.head_init, pair.expert, dtype=torch.float32).requires_grad_(True).train()
     vocabulary = draft_vocabulary(config, pair.expert.vocab)
-    return fresh_head(config, pair, vocabulary, sizes_of_features(config, pair, store, texts), config.seed)
+    return fresh_head(config, pair, vocabulary, rms, config.seed)
 
 
 if __name__ == "__main__":

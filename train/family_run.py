@@ -135,7 +135,9 @@ class FamilyRun:
         passes = Passes(models, self.store)
         give_start(config, list(heads.values()), passes, self.texts, self.stops, self.ranks, part)
         evaluate = evaluation(config, step, self.held_out, self.ranks)
-        modules = {name: trained_module(config, head, self.stream, self.ranks) for name, head in heads.items()}
+        modules = {
+            name: trained_module(config, head, self.stream, self.ranks, self.rms) for name, head in heads.items()
+        }
         depends_on = {**self.identity, "members": list(heads)}
         scale = rate_scale(config)
         trained = fit(modules, self.stream, step, config, self.ranks, depends_on, argv, evaluate, None, part, scale)

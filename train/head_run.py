@@ -23,7 +23,7 @@ from train.batches import Plan, Stream, Texts
 from train.closed_form import start_in_closed_form
 from train.held_out import SKIP_TRAINED
 from train.loop import FREE, LoopConfig, has_checkpoint, refuse_texts
-from train.online_expert import HeadStep, HeldOut, feature_rms, scale_features
+from train.online_expert import HeadStep, HeldOut, feature_rms, feature_sizes, scale_features
 from train.passes import Passes, open_store
 from train.processes import Ranks
 from train.sizes import common_pieces
@@ -167,11 +167,20 @@ def fresh_head(
     return head
 
 
-def trained_module(config: HeadConfig, head: Eagle3Head, stream: Stream, ranks: Ranks) -> Unroll:
-    """What an engine trains."""
+def trained_module(
+    config: HeadConfig, head: Eagle3Head, stream: Stream, ranks: Ranks, rms: Tensor | None = None
+) -> Unroll:
+    """What an engine trains.
+
+    Args:
+        rms: sizes of the expert's features; None: they are read as they come.
+    """
+    # powers of two, so that nothing is rounded; norms before fc have sizes of their own
+    normed = head.config.norm_before_fc or head.config.fc_norm
+    sizes = None if rms is None or normed else feature_sizes(head, rms).log2().round().exp2()
     pieces = common_pieces(config, stream, ranks, len(head.target_ids))
     head.lm_head.requires_grad_(config.train_lm_head)
-    return Unroll(head, config.unroll_steps, config.step_decay, pieces, config.rejection_weight)
+    return Unroll(head, config.unroll_steps, config.step_decay, pieces, config.rejection_weight, sizes)
 
 
 def rate_scale(config: HeadConfig) -> Callable[[str], float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -131,12 +132,16 @@ class HeldOut:
 
 
 def copy_module(engine) -> Unroll:
-    """The trained module with its whole weights, off the engine (whose hooks and shards stay out of evaluation)."""
-    trained = engine.module
+    """The trained module with its whole weights, for features as they come, off the engine (whose hooks and shards stay
+    out of evaluation)."""
+    trained, weights = engine.module, full_weights(engine)
+    if trained.sizes is not None:
+        fc = weights["head.fc.weight"]
+        weights["head.fc.weight"] = fc / weights.pop("sizes").to(fc)
     with torch.device("meta"):
         head = type(trained.head)(trained.head.config)
     head.load_state_dict(
-        {name.removeprefix("head."): tensor for name, tensor in full_weights(engine).items()}, strict=True, assign=True
+        {name.removeprefix("head."): tensor for name, tensor in weights.items()}, strict=True, assign=True
     )
     return Unroll(head, trained.steps, trained.decay).eval().requires_grad_(False)
 
@@ -157,5 +162,11 @@ def scale_features(head: Eagle3Head, rms: Float[Tensor, " features"]) -> None:
     """Divide the columns of a fresh ``fc`` by the size of the expert's features that they read, so that each starts
     with the same say. Some channels are tens of times larger than others, and a short training does not undo that.
     Columns after them, an amateur's, are zero."""
+    head.fc.weight.div_(feature_sizes(head, rms))
+
+
+def feature_sizes(head: Eagle3Head, rms: Float[Tensor, " expert_features"]) -> Float[Tensor, " features"]:
+    """Of all that the head reads, of no channel nearly zero; an amateur's count as one."""
     smallest = rms.median() / 1000
-    head.fc.weight[:, : len(rms)].div_(rms.clamp_min(smallest) if smallest > 0 else torch.ones_like(rms))
+    sizes = rms.clamp_min(smallest) if smallest > 0 else torch.ones_like(rms)
+    return F.pad(sizes, (0, head.config.feature_widths[1]), value=1.0).to(head.fc.weight)

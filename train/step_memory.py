@@ -187,7 +187,11 @@ def head_memory(
             bare = [bare_head(shape, config.dtype) for _ in aims]
             for head in bare:
                 head.lm_head.requires_grad_(config.train_lm_head)
-            return [Unroll(head, config.unroll_steps, config.step_decay) for head in bare]
+            widths = sum(shape.feature_widths) if config.feature_scaling == "rms" else 0
+            return [
+                Unroll(head, config.unroll_steps, config.step_decay, sizes=torch.ones(widths) if widths else None)
+                for head in bare
+            ]
 
         modules = heads()
         states, hidden = optimiser_bytes(modules, config.dtype, stage, world)

@@ -228,11 +228,25 @@ class Unroll(nn.Module):
             ranks share the weights of the output layer (ZeRO 3), each piece is a collective call, and a rank that made
             another number of them than its neighbours would wait for them for ever.
         rejection_weight: see :func:`row_sums`.
+        sizes: of the features. The head reads features of size one, and its ``fc`` is that of such: some channels are a
+            hundred times larger than others, and Adam steps are equal in all. None: as they come.
     """
 
-    def __init__(self, head: nn.Module, steps: int, decay: float = 0.8, pieces: int = 0, rejection_weight: float = 0.0):
+    def __init__(
+        self,
+        head: nn.Module,
+        steps: int,
+        decay: float = 0.8,
+        pieces: int = 0,
+        rejection_weight: float = 0.0,
+        sizes: Float[Tensor, " features"] | None = None,
+    ):
         super().__init__()
         self.head = head
+        self.register_buffer("sizes", sizes)
+        if sizes is not None:
+            with torch.no_grad():
+                head.fc.weight.mul_(sizes)
         self.steps = steps
         self.decay = decay
         self.pieces = pieces
@@ -259,6 +273,8 @@ class Unroll(nn.Module):
             places = (alignment.rows + step).clamp_max(embeds.shape[1] - 1)
             return embeds.gather(1, places[..., None].expand(-1, -1, embeds.shape[-1]))
 
+        if self.sizes is not None:
+            features = features / self.sizes.to(features.dtype)
         real = alignment.trained(0)
         entry = torch.cumsum(real.flatten(), 0).view_as(real) - 1
         total, sums = 0.0, []
