@@ -71,7 +71,7 @@ def test_no_file_hides_a_module():
     for path in [*SOURCES, *(ROOT / "tests").glob("*.py")]:
         assert path.stem not in HIDDEN_BY_A_FILE, f"{path} hides the module '{path.stem}' from every script beside it"
         assert path.stem not in sys.stdlib_module_names, f"{path} hides a module of the standard library"
-    for library in ("torch", "transformers", "deepspeed", "datasets", "scipy", "matplotlib", "pandas", "yaml", "jinja2"):
+    for library in ("torch", "transformers", "deepspeed", "datasets", "scipy", "matplotlib", "pandas", "jinja2"):
         assert importlib.util.find_spec(library) and library not in {path.stem for path in SOURCES}
 
 
@@ -99,7 +99,7 @@ for number, script in enumerate(sys.argv[2:]):
         runpy.run_path(script, run_name="__main__")
     os.rename(f"{number}", f"{number}-{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
 """
-"""Runs scripts in forks of a process that has read all libraries, which takes most of a start, and none of our files."""
+"""Runs scripts in forks of a process that has read all libraries, which takes most of a start, and none of our own."""
 
 
 def test_every_entry_script_runs_from_any_folder(tmp_path):
