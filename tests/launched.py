@@ -4,17 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from toy_training import GROUP
 
 from dcd_core.processes import free_port
 
-STALE = 600
-"""Seconds that no compilation takes."""
 ROOT = Path(__file__).resolve().parent.parent
-COMPILED = ROOT / "build" / "torch_extensions"
 
 
 def launch(*command: str) -> str:
@@ -24,7 +20,6 @@ def launch(*command: str) -> str:
     path = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators=2"]
-    environment.setdefault("TORCH_EXTENSIONS_DIR", str(compiled()))
     process = subprocess.Popen(
         [*launcher, f"--master_port={free_port()}", *command],
         cwd=ROOT,
@@ -39,20 +34,5 @@ def launch(*command: str) -> str:
     finally:
         if process.poll() is None:  # the ranks with it, or they would slow down all that follows
             os.killpg(process.pid, signal.SIGKILL)
-            unlock(older_than=0.0)
     assert process.returncode == 0, out + errors
     return out
-
-
-def compiled() -> Path:
-    """Where DeepSpeed's compiled parts lie. A rank that was killed while it compiled left a lock there, for which all
-    others would wait without end."""
-    COMPILED.mkdir(parents=True, exist_ok=True)
-    unlock(older_than=STALE)
-    return COMPILED
-
-
-def unlock(older_than: float) -> None:
-    for lock in COMPILED.glob("**/lock"):
-        if time.time() - lock.stat().st_mtime > older_than:
-            lock.unlink(missing_ok=True)

@@ -17,12 +17,11 @@ STEPS = ["--max_steps=10", "--epochs=3"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One rank with batches of 4, and two ranks with batches of 2: by the trainer itself, and in the worker's runs."""
+    """One rank with batches of 4, and the worker's runs: two ranks with batches of 2."""
     folder = tmp_path_factory.mktemp("ranks")
     toy = make_toy_pair(folder / "toy", texts=29)
     held_out = f"--eval_tokens={toy / 'held_out.parquet'}"
     main(flags(toy, folder / "one", "--batch_size=4", *STEPS, held_out, "--log_every=1"))
-    launch("train/eagle3.py", *flags(toy, folder / "two", "--batch_size=2", *STEPS, held_out, "--log_every=1"))
     family = ["--train_alphas", "0", "0.5", "--input=amateur_shuffled", "--log_every=1"]
     cross_alpha.main(family_flags(toy, folder / "family", "--batch_size=4", *STEPS, held_out, *family))
     amateur.main(amateur_flags(toy, folder / "amateur", "--batch_size=4", *STEPS, held_out, "--log_every=1"))

@@ -148,15 +148,12 @@ def child_main(
     for name in GROUP:
         os.environ.pop(name, None)
     os.environ |= group or {}
-    import deepspeed
     import torch
 
     import train.checkpoints
     import train.loop
     from dcd_core.config import run_entry
 
-    if group:  # it would be compiled
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     main = importlib.import_module(script).main
     torch.set_num_threads(1)
 

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     toy, folder = Path(sys.argv[-2]), Path(sys.argv[-1])
     ranks = start(0)
     shared = ["--batch_size=2", "--max_steps=10", "--epochs=3", f"--eval_tokens={toy / 'held_out.parquet'}", "--keep=3"]
+    main([*sys.argv[1:-2], *flags(toy, folder / "two", *shared, "--log_every=1")])  # the launcher's own flags first
     for stage in (2, 3):
         run = flags(toy, folder / f"zero{stage}", *shared, "--save_every=5", "--log_every=1")
         run.append(f"--deepspeed_config=configs/deepspeed/zero{stage}.json")
