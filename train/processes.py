@@ -67,8 +67,8 @@ def start(seed: int, timeout_minutes: float = WaitFlags.timeout_minutes) -> Rank
         torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // local_world())))
     else:
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # Without a GPU, DeepSpeed would compile a shared-memory all-reduce at its first start (two minutes), and a rank that
-    # is killed meanwhile would leave a lock that later ones wait for. gloo's own all-reduce does as well for few ranks.
+    # Without a GPU, DeepSpeed would compile a shared-memory all-reduce at its first start (two minutes), and a rank
+    # that is killed meanwhile would leave a lock that later ones wait for. gloo's own does as well for few ranks.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # of one operation; who does not answer is named before that
     timeout = timedelta(minutes=timeout_minutes + max(1.0, timeout_minutes / 10))
