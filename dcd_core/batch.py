@@ -182,8 +182,9 @@ class Batch:
         return torch.cat(numbers, dim=1).tolist()
 
     def _draft(self, clock: Clock) -> tuple[RoundNoise, Draft]:
-        noise = self._noise(self.settings.shape.depth + 1)
-        draft = self.drafter.propose(self.root, noise, self.settings.shape)
+        shape = self.drafter.planned(self.settings.shape)
+        noise = self._noise(shape.depth + 1)
+        draft = self.drafter.propose(self.root, noise, shape)
         clock.lap("draft")
         return noise, draft
 

@@ -122,7 +122,8 @@ class DeferredBatch(Batch):
             if ends or len(generation.ids) + length >= self.settings.max_new_tokens or len(pending) >= deferral.most:
                 return True
         falls = sum(1.0 - stands for stands in self.block.stands) / len(tokens)
-        return falls >= deferral.theta
+        theta = self.drafter.asks_at()
+        return falls >= (deferral.theta if theta is None else theta)
 
     # ---- ahead ---------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dcd_core.decode_types import Assembled, Scorer
 from dcd_core.drafters.amateur import AmateurDrafter
+from dcd_core.drafters.auto import AutoDrafter
 from dcd_core.drafters.cos import CosDrafter
 from dcd_core.drafters.cross_alpha import CrossAlphaDrafter
 from dcd_core.drafters.dual import DualDrafter
@@ -41,6 +42,7 @@ class Method:
         contrast: it scores with further models than the expert.
         drafter: who drafts.
         needs_head, needs_lm: the drafter is a head, or a language model of its own.
+        takes_head: the drafter uses a head if there is one.
         head_kind: the kind of its head, as heads declare it.
         needs_amateur_head: it drafts with a second head, which imitates the amateur.
         amateur_drafts: the first model after the expert drafts, whose rows then serve drafting and scoring alike.
@@ -51,6 +53,7 @@ class Method:
     contrast: bool
     drafter: Callable[[Parts], Drafter]
     needs_head: bool = False
+    takes_head: bool = False
     needs_lm: bool = False
     head_kind: str = "eagle3"
     needs_amateur_head: bool = False
@@ -98,6 +101,10 @@ def _hybrid(parts: Parts) -> Drafter:
     return HybridDrafter(parts.head, parts.pair.expert.embedding, parts.pair.expert.vocab)
 
 
+def _auto(parts: Parts) -> Drafter:
+    return AutoDrafter([parts.pair.expert, *(scorer.model for scorer in parts.contrast)], parts.head)
+
+
 def _cross_alpha(parts: Parts) -> Drafter:
     return CrossAlphaDrafter(parts.head, parts.pair.expert.embedding, parts.pair.expert.vocab)
 
@@ -119,6 +126,13 @@ METHODS = {
     "dcd_ngram": Method("n-gram drafts, contrast only in verification", True, _ngram),
     "dcd_eagle3": Method("expert-aligned EAGLE3 drafts, contrast only in verification", True, _eagle3, needs_head=True),
     "dcd_hybrid": Method("n-gram and EAGLE3 drafts in one tree", True, _hybrid, needs_head=True),
+    "auto": Method(
+        "nothing, n-grams or EAGLE3 drafts, and when the amateur is asked: what pays, round by round",
+        True,
+        _auto,
+        takes_head=True,
+        saving="deferred",
+    ),
     "dcd_lm": Method("a small language model drafts, contrast only in verification", True, _lm, needs_lm=True),
     "dcd_deferred": Method(
         "EAGLE3 drafts, the expert runs ahead, the amateur judges whole blocks",
@@ -167,7 +181,7 @@ def assemble(
         raise UserError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}")
     method = METHODS[name]
     scorers = contrast_scorers(name, pair, contrast) if method.contrast else []
-    if method.needs_head:
+    if method.needs_head or (method.takes_head and head is not None):
         check_heads(name, pair, scorers, head, amateur_head)
     if method.needs_lm and lm is None:
         raise UserError(f"method {name} drafts with a language model of its own; give --lm")

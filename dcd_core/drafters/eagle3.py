@@ -31,6 +31,8 @@ class Eagle3Drafter(ReadingDrafter):
 
     feature_scorers = (0,)
     default_rule = "sampled"
+    passes = 0
+    """Of the head for the last tree."""
 
     def __init__(self, head: nn.Module, embedding: nn.Embedding, vocab: int):
         self.head = head.eval()
@@ -95,6 +97,7 @@ class Eagle3Drafter(ReadingDrafter):
     def candidates(self, noise: RoundNoise, shape: Shape) -> Candidates:
         """The nodes of a tree before it is cut to its budget (a sampled tree is never cut)."""
         lengths, sampled = list(self.cache.lengths), noise.rule == "sampled"
+        self.passes = 1
 
         def children(states, level, count):
             logits = self.logits(states)
@@ -104,6 +107,7 @@ class Eagle3Drafter(ReadingDrafter):
             return self.target_ids[index], gains, None
 
         def step(tokens, states, mask, level):
+            self.passes += 1
             # the row of a node of the first level stands where a chain's first draft would, right after the root's
             depths = torch.full_like(tokens, level)
             states = self.head.step(self.embedding(tokens), states, self.cache, tree_mask=mask, depths=depths)

@@ -65,33 +65,17 @@ class HybridDrafter(Eagle3Drafter):
 
     @torch.no_grad()
     def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
+        trees = [believed(continuation_tree(row, shape), self.rates, shape.stop_below) for row in self.ngram.rows]
+        return rerank(self.found(noise, shape, trees), shape.budget, noise.rule)
+
+    def found(self, noise: RoundNoise, shape: Shape, trees: list[ScoredTree]) -> Candidates:
+        """The candidates of the head, and these of the n-grams (one tree for each row)."""
         self._read_accepted()
         found = self.candidates(noise, shape)
-        trees = [self._believed(continuation_tree(row, shape), shape.stop_below) for row in self.ngram.rows]
         if any(trees):
-            tokens, parents, valid = padded_trees([[node for node, _ in tree] for tree in trees], root.device)
-            width = tokens.shape[1]
-            scores = [[score for _, score in tree] + [-math.inf] * (width - len(tree)) for tree in trees]
-            scores = torch.tensor(scores, dtype=found.scores.dtype, device=root.device)
-            found = merge(found, Candidates(tokens, parents, scores, valid.bool()), shape.depth)
-        return rerank(found, shape.budget, noise.rule)
-
-    def _believed(self, tree: list[NgramNode], stop_below: float) -> list[tuple[NgramNode, float]]:
-        """The nodes with their scores; a path ends with the first node whose probability is below ``stop_below``."""
-        least = math.log(stop_below) if stop_below else -math.inf
-        scored = [(node, node.depth * math.log(self.rate(node.match))) for node in tree]
-        # scores fall along a path, so what is left has its parents: only the numbering changes
-        kept = [node.parent < 0 or scored[node.parent][1] >= least for node in tree]
-        number = [sum(kept[:index]) for index in range(len(tree))]
-        return [
-            (NgramNode(node.token, number[node.parent] if node.parent >= 0 else -1, node.depth, node.match), score)
-            for (node, score), stays in zip(scored, kept, strict=True)
-            if stays
-        ]
-
-    def rate(self, match: int) -> float:
-        """Rate of a match of this length."""
-        return next(rate for length, rate in reversed(self.rates.items()) if length <= match)
+            ngram = joined_trees(trees, found.tokens.device, found.scores.dtype)
+            found = merge(found, ngram, max(shape.depth, 1))
+        return found
 
     def observe(self, accepted: Accepted) -> None:
         super().observe(accepted)
@@ -108,6 +92,41 @@ class HybridDrafter(Eagle3Drafter):
     def extend(self, other: HybridDrafter) -> None:
         super().extend(other)
         self.ngram.extend(other.ngram)
+
+
+ScoredTree = list[tuple[NgramNode, float]]
+"""Nodes with the logarithms of their chances, parents first."""
+
+
+def believed(tree: list[NgramNode], rates: dict[int, float], stop_below: float = 0.0) -> ScoredTree:
+    """The nodes with their scores; a path ends with the first node whose probability is below ``stop_below``.
+
+    Args:
+        rates: as for :class:`HybridDrafter`, ascending.
+    """
+    least = math.log(stop_below) if stop_below else -math.inf
+    scored = [(node, node.depth * math.log(rate_of(node.match, rates))) for node in tree]
+    # scores fall along a path, so what is left has its parents: only the numbering changes
+    kept = [node.parent < 0 or scored[node.parent][1] >= least for node in tree]
+    number = [sum(kept[:index]) for index in range(len(tree))]
+    return [
+        (NgramNode(node.token, number[node.parent] if node.parent >= 0 else -1, node.depth, node.match), score)
+        for (node, score), stays in zip(scored, kept, strict=True)
+        if stays
+    ]
+
+
+def rate_of(match: int, rates: dict[int, float]) -> float:
+    """Rate of a match of this length."""
+    return next(rate for length, rate in reversed(rates.items()) if length <= match)
+
+
+def joined_trees(trees: list[ScoredTree], device, dtype: torch.dtype = torch.float32) -> Candidates:
+    """Trees of different sizes as the candidates of a batch."""
+    tokens, parents, valid = padded_trees([[node for node, _ in tree] for tree in trees], device)
+    width = tokens.shape[1]
+    scores = [[score for _, score in tree] + [-math.inf] * (width - len(tree)) for tree in trees]
+    return Candidates(tokens, parents, torch.tensor(scores, dtype=dtype, device=device), valid.bool())
 
 
 def merge(head: Candidates, ngram: Candidates, depth: int) -> Candidates:

@@ -120,6 +120,28 @@ class Accepted:
     host_tokens: list[list[int]]
     features: Float[Tensor, "batch width features"] | None
 
+    def followed_by(self, other: Accepted) -> Accepted:
+        """What two rounds added, one after the other, to the same rows."""
+        counts = list(map(sum, zip(self.counts, other.counts, strict=True)))
+        first, second = max(self.counts), max(other.counts)
+        places = [
+            [*range(one), *range(first, first + more), *[0] * (max(counts) - one - more)]
+            for one, more in zip(self.counts, other.counts, strict=True)
+        ]
+        index = torch.tensor(places, device=self.tokens.device)
+        features = None
+        if self.features is not None:
+            joined = torch.cat([self.features[:, :first], other.features[:, :second]], dim=1)
+            features = joined.gather(1, index[..., None].expand(-1, -1, joined.shape[-1]))
+        tokens = torch.cat([self.tokens[:, :first], other.tokens[:, :second]], dim=1).gather(1, index)
+        hosts = [[*one, *more] for one, more in zip(self.host_tokens, other.host_tokens, strict=True)]
+        return Accepted(tokens, counts, hosts, features)
+
+    def first(self, counts: list[int]) -> Accepted:
+        """The first so many tokens of every row."""
+        hosts = [tokens[:count] for tokens, count in zip(self.host_tokens, counts, strict=True)]
+        return Accepted(self.tokens, counts, hosts, self.features)
+
     def keep_rows(self, rows: list[int]) -> Accepted:
         """The same for these rows only."""
         index = torch.tensor(rows, device=self.tokens.device)
@@ -146,6 +168,17 @@ class Drafter:
 
     amateur_passes = 1
     """Passes of the amateur that the last round took (more than one where the amateur drafts)."""
+
+    def refuse(self, shape: Shape) -> None:
+        """Raise UserError for a shape that was asked for and would not be drafted."""
+
+    def planned(self, shape: Shape) -> Shape:
+        """The shape of the next draft, asked for before its noise is made."""
+        return shape
+
+    def asks_at(self) -> float | None:
+        """Chance of a fallen token at which deferred judging asks the amateur; None: as the settings say."""
+        return None
 
     def most_nodes(self, shape: Shape) -> int:
         """Most nodes that one draft may have: the caches keep room for a pass over all of them."""

@@ -16,7 +16,8 @@ class ReadingDrafter(Drafter, ABC):
     state of a draft outlives its round.
 
     Between rounds the cache holds every token that was told but the newest, which wait in ``unread``: rows that are
-    finished will have left before they are read. ``state`` is what :meth:`read` gave for each row's last token.
+    finished will have left before they are read, and rounds without a draft read nothing. ``state`` is what :meth:`read`
+    gave for each row's last token.
     """
 
     cache: KVCache
@@ -35,13 +36,14 @@ class ReadingDrafter(Drafter, ABC):
             self.cache.commit(new.counts)
 
     def observe(self, accepted: Accepted) -> None:
-        self.unread = accepted
+        self.unread = accepted if self.unread is None else self.unread.followed_by(accepted)
 
     def rewind(self, back: list[int], accepted: Accepted) -> None:
         waiting = self.unread.counts if self.unread is not None else [0] * len(back)
         lengths = zip(self.cache.lengths, back, waiting, strict=True)
-        self.cache.rollback([length - (count - new) for length, count, new in lengths])
-        self.unread = accepted
+        self.cache.rollback([length - max(count - new, 0) for length, count, new in lengths])
+        left = [max(new - count, 0) for count, new in zip(back, waiting, strict=True)]
+        self.unread = self.unread.first(left).followed_by(accepted) if any(left) else accepted
 
     def keep_rows(self, rows: list[int]) -> None:
         self.cache.keep_rows(rows)
