@@ -27,7 +27,7 @@ from dcd_core.methods import KINDS, METHODS, assemble
 from dcd_core.models import LanguageModel, Pair, load_scorer
 from dcd_core.prompts import prompt_ids
 
-METHOD = "dcd_eagle3"
+METHOD = "auto"
 DEFAULTS = {"alpha": 0.1, "temperature": 0.0, "max_new_tokens": 256}
 """Where an answer for a reader differs from the defaults of the loop."""
 TARGET_OPTIONS = tuple(field.name for field in fields(Target))

@@ -67,7 +67,7 @@ class Method:
 
     def can_draft_with(self, head: Eagle3Head | None, amateur_head: Eagle3Head | None) -> bool:
         """Whether these are the heads that it needs, if it needs any."""
-        if not self.needs_head:
+        if not (self.needs_head or (self.takes_head and head is not None)):
             return True
         return head is not None and head.kind == self.head_kind and not (self.needs_amateur_head and not amateur_head)
 

@@ -94,7 +94,7 @@ def fitting_heads(name: str, pair: Pair, head: Eagle3Head | None = None) -> dict
     method = METHODS[name]
     if method.reads_amateur:
         return {"head": dual_input_head(pair)}
-    if not method.needs_head:
+    if not (method.needs_head or method.takes_head):
         return {}
     plain = {"head": tiny_head(pair) if head is None else head}
     return plain | ({"amateur_head": amateur_head(pair)} if method.needs_amateur_head else {})

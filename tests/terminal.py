@@ -4,4 +4,10 @@ FAST = ["--max_new_tokens=8", "--gamma=3", "--device=cpu", "--dtype=float32", "-
 
 
 def flags(world, *more):
-    return [*(f"--{name}={world / name}" for name in ("expert", "amateur", "head")), *FAST, *more]
+    """Later ones win."""
+    return [
+        *(f"--{name}={world / name}" for name in ("expert", "amateur", "head")),
+        "--method=dcd_eagle3",
+        *FAST,
+        *more,
+    ]

@@ -29,11 +29,8 @@ class Restless(Controller):
 
     def choose(self, chances, rows):
         self.turns += 1
-        return (
-            ("head", "none", "ngram", "none", "none", "head")[self.turns % 6]
-            if self.head
-            else ("none", "ngram")[self.turns % 2]
-        )
+        sources = ("head", "none", "ngram", "none", "none", "head") if self.head else ("none", "ngram")
+        return sources[self.turns % len(sources)]
 
     def nodes(self, source, chances, rows):
         return min(len(chances), 1 + self.turns % 5)
@@ -76,7 +73,7 @@ def test_greedy_text_is_that_of_vanilla_contrastive_decoding(pair, kind, head, b
 
 @pytest.mark.parametrize("kind", [Restless, Controller])
 def test_sampled_text_depends_on_the_seed_alone(pair, kind):
-    """The usual rule is shared noise: other pass times, other batches, the same text, vanilla contrastive decoding's."""
+    """The usual rule is shared noise: other pass times, other batches, the same text, and that of cd.""" ""
     stops = tuple(range(0, VOCAB, 13))
     plain = settings(1.0, rule="shared_noise", stop_ids=stops)
     expected = texts(decode(assemble("cd", pair), PROMPTS, plain))
@@ -145,7 +142,7 @@ def test_a_head_that_is_never_right_is_soon_left_out_and_seldom_tried():
 def test_a_head_that_is_right_stays_and_comes_back():
     controller = Controller(FLAT, True)
     assert set(rounds(controller, 50, emitted=3)) == {"head"}
-    assert rounds(controller, 40, emitted=1).count("none") > 20
+    assert rounds(controller, 80, emitted=1).count("none") > 40
     assert rounds(controller, 300, emitted=4)[-50:] == ["head"] * 50
 
 

@@ -143,7 +143,7 @@ def test_truncated_sampling_is_our_target_s(stock, more):
     """generate keeps the best 50 unless it is told otherwise."""
     model, amateur, head = stock["smol"]
     batch = padded()
-    given = dict(amateur=amateur, head=head, alpha=0.5, gamma=3, max_new_tokens=NEW)
+    given = dict(amateur=amateur, head=head, method="dcd_eagle3", alpha=0.5, gamma=3, max_new_tokens=NEW)
     found = model.generate(**batch, **FORMS["callable"], **given, do_sample=True, seed=5, **more)
     target = Target(alpha=0.5, **({"top_k": 50} | more))
     expected = ours(model, amateur, {"head": head}, "dcd_eagle3", target=target, seed=5)
@@ -152,7 +152,9 @@ def test_truncated_sampling_is_our_target_s(stock, more):
 
 def test_savings_and_shapes_reach_the_loop(stock):
     model, amateur, head = stock["smol"]
-    given = dict(custom_generate=contrastive, amateur=amateur, head=head, alpha=0.5, max_new_tokens=NEW)
+    given = dict(
+        custom_generate=contrastive, amateur=amateur, head=head, method="dcd_eagle3", alpha=0.5, max_new_tokens=NEW
+    )
     plain = model.generate(**padded(), **given)
     more = dict(saving="deferred", deferral=Deferral(theta=0.5), gamma=2, branch=2, nodes=4, stop_below=0.01)
     assert torch.equal(model.generate(**padded(), **given, **more), plain)
@@ -435,7 +437,8 @@ def test_the_settings_of_published_models_are_honoured(stock, name):
     model, own = tiny_causal_lm("smol"), PUBLISHED[name]
     model.generation_config.update(**own)
     batch = padded()
-    given = dict(amateur=amateur, head=head, alpha=0.5, gamma=3, max_new_tokens=NEW, seed=5, pad_token_id=PAD)
+    given = dict(amateur=amateur, head=head, method="dcd_eagle3", alpha=0.5, gamma=3, seed=5)
+    given |= dict(max_new_tokens=NEW, pad_token_id=PAD)
     found = model.generate(**batch, custom_generate=contrastive, **given)
     fields = {key: own[key] for key in ("temperature", "top_k", "top_p", "repetition_penalty") if key in own}
     target = {"top_k": 50} | fields if own.get("do_sample") else {"temperature": 0.0}
@@ -467,7 +470,8 @@ def test_a_penalised_expert_alone_is_stock_generate(stock, penalty):
 @pytest.mark.parametrize("form", FORMS)
 def test_padding_is_not_penalised(stock, form):
     model, amateur, head = stock["smol"]
-    given = dict(amateur=amateur, head=head, alpha=0.5, gamma=3, max_new_tokens=NEW, repetition_penalty=1.4)
+    given = dict(amateur=amateur, head=head, method="dcd_eagle3", alpha=0.5, gamma=3)
+    given |= dict(max_new_tokens=NEW, repetition_penalty=1.4)
     found = model.generate(**padded(), **FORMS[form], **given)
     target = Target(alpha=0.5, temperature=0.0, repetition_penalty=1.4)
     expected = ours(model, amateur, {"head": head}, "dcd_eagle3", target=target)

@@ -53,6 +53,16 @@ def test_the_answer_goes_out_and_the_figures_to_the_error_stream(world, cd, caps
         assert figure in shown.err
 
 
+def test_without_a_method_what_pays_is_drafted(world, cd, capsys):
+    """The text is that of vanilla contrastive decoding, with a head and without."""
+    expected = texts(cd, LINES[:1], "cd")[0] + "\n"
+    for head in (world / "head", ""):
+        given = [one for one in flags(world, "--prompt", LINES[0], f"--head={head}") if "--method" not in one]
+        assert entry.main(given) == 0
+        shown = capsys.readouterr()
+        assert shown.out == expected and shown.err.startswith("auto: 1 answer, 8 tokens, ")
+
+
 def test_text_is_shown_as_soon_as_it_is_known(world, cd, monkeypatch):
     class Terminal(io.StringIO):
         def flush(self):
@@ -188,7 +198,7 @@ def test_answers_as_json_lines(world, cd, capsys, batch):
     shown = capsys.readouterr()
     found = {record["id"]: record for record in map(json.loads, shown.out.splitlines())}
     prompts, _ = read_prompts(str(world / "prompts.jsonl"), str(world / "expert"))
-    for prompt, answer in zip(prompts, cd.generate(prompts, **OPTIONS), strict=True):
+    for prompt, answer in zip(prompts, cd.generate(prompts, "dcd_eagle3", **OPTIONS), strict=True):
         record, made = found.pop(prompt.id), answer.generation
         assert (record["text"], record["ids"], record["finish"]) == (answer.text, made.ids, made.finish)
         assert record["tokens_per_round"] == pytest.approx((len(made.ids) - 1) / len(made.rounds))

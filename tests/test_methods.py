@@ -55,7 +55,7 @@ def test_who_drafts_and_who_scores(parts, name, drafter, scorers):
 
 
 def test_every_method_says_what_it_is():
-    single = {"ar", "cd", "expert_sd", "scd", "cos", "cross_alpha", "dual"}
+    single = {"ar", "cd", "expert_sd", "scd", "cos", "cross_alpha", "dual", "auto"}
     assert set(METHODS) == single | {f"dcd_{name}" for name in ("ngram", "eagle3", "hybrid", "lm", "deferred")}
     assert all(method.summary for method in METHODS.values())
 

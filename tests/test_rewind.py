@@ -97,12 +97,17 @@ def test_the_amateur_as_drafter_cannot_go_back(parts):
 
 
 @pytest.mark.parametrize("name", ["dcd_eagle3", "dcd_lm"])
-def test_nobody_goes_back_less_than_what_was_told_last(parts, name):
-    texts = some_texts(1)
-    drafter = begun(parts, name, texts)
-    starts = [start + 1 for start in STARTS]
-    ends = [start + 3 for start in STARTS]
-    drafter.observe(told(parts[0].expert, texts, starts, ends))
-    with pytest.raises(ValueError, match="cannot roll back"):
-        drafter.rewind([1] * 3, told(parts[0].expert, texts, ends, [end + 1 for end in ends]))
+def test_part_of_what_was_told_last_is_taken_back(parts, name):
+    """Also of what two rounds told without a draft between them."""
+    expert, texts = parts[0].expert, some_texts(1)
+    drafter, fresh = begun(parts, name, texts), begun(parts, name, texts)
+    starts, middles, ends, news = ([start + more for start in STARTS] for more in (1, 3, 4, 5))
+    drafter.observe(told(expert, texts, starts, middles))
+    drafter.observe(told(expert, texts, middles, ends))
+    back = [1, 2, 3]
+    places = [end - count for end, count in zip(ends, back, strict=True)]
+    drafter.rewind(back, told(expert, texts, places, news))
+    fresh.observe(told(expert, texts, starts, news))
+    made = (proposal(one, texts, news, Shape(3), "sampled") for one in (drafter, fresh))
+    assert_same(*made)
     assert max(map(max, texts)) < VOCAB

@@ -213,8 +213,8 @@ class Drafter:
     def rewind(self, back: list[int], accepted: Accepted) -> None:
         """Take back the newest ``back[row]`` tokens of every row that :meth:`observe` told, then learn ``accepted``.
 
-        For loops that go on with provisional tokens. ``back`` covers at least what the last :meth:`observe` told, and
-        no token of the prefill. A drafter that keeps nothing between rounds has nothing to take back.
+        For loops that go on with provisional tokens. ``back`` covers no token of the prefill. A drafter that keeps
+        nothing between rounds has nothing to take back.
         """
 
     def keep_rows(self, rows: list[int]) -> None:

@@ -16,8 +16,8 @@ class ReadingDrafter(Drafter, ABC):
     state of a draft outlives its round.
 
     Between rounds the cache holds every token that was told but the newest, which wait in ``unread``: rows that are
-    finished will have left before they are read, and rounds without a draft read nothing. ``state`` is what :meth:`read`
-    gave for each row's last token.
+    finished will have left before they are read, and rounds without a draft read nothing. ``state`` is what
+    :meth:`read` gave for each row's last token.
     """
 
     cache: KVCache
