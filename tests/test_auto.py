@@ -13,30 +13,13 @@ from dcd_core.drafters.protocol import Accepted
 from dcd_core.errors import UserError
 from dcd_core.methods import assemble
 from dcd_core.pass_times import PassTimes, measure
+from diagnostics.certificate.restless import TIMES as FLAT
+from diagnostics.certificate.restless import Restless
 
 PROMPTS = some_prompts(5)
 LENGTH = 18
-FLAT = PassTimes((1, 8), (1.0, 1.07), (0.4, 0.42), (0.05, 0.06))
-"""A GPU's: a pass takes about as long for eight tokens as for one."""
 STEEP = PassTimes((1, 8), (1.0, 4.5), (0.4, 1.8), (0.05, 0.2))
 """A CPU's in a batch: half a pass more for every token."""
-
-
-class Restless(Controller):
-    """Takes the sources in turn, and another number of nodes each time: by what was decided before, so by the past."""
-
-    turns = 0
-
-    def choose(self, chances, rows):
-        self.turns += 1
-        sources = ("head", "none", "ngram", "none", "none", "head") if self.head else ("none", "ngram")
-        return sources[self.turns % len(sources)]
-
-    def nodes(self, source, chances, rows):
-        return min(len(chances), 1 + self.turns % 5)
-
-    def stop_below(self, rows, width):
-        return (0.0, 0.02)[self.turns % 2]
 
 
 @pytest.fixture(scope="module")

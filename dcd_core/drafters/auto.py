@@ -29,8 +29,8 @@ BUDGET = 16
 class AutoDrafter(Drafter):
     """Nothing, n-grams, or the head's tree with n-grams in it, whichever pays in this round.
 
-    With shared noise, its usual rule at temperature > 0, texts do not depend on pass times: the same seed gives the
-    same text on any machine.
+    By shared noise, its only rule at temperature > 0, texts do not depend on pass times or on other rows: the same seed
+    gives the same text on any machine.
 
     Args:
         models: the scorers' models, the expert first: their passes are timed once, when the first batch begins.
@@ -39,7 +39,7 @@ class AutoDrafter(Drafter):
     """
 
     default_rule = "shared_noise"
-    rules = ("deterministic", "shared_noise")
+    rules = ("shared_noise",)
 
     def __init__(
         self, models: Sequence[LanguageModel], head: nn.Module | None = None, controller: Controller | None = None

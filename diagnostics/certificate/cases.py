@@ -67,6 +67,7 @@ def _greedy(gamma: int):
 
 
 TOP = proposals.top_tree
+CONTROLLED = "nothing, a chain or a tree, as a controller chooses by the text (auto)"
 NGRAM = functools.partial(proposals.ngram_like, gamma=3)
 CASES = (
     Case("sampled chain of 2", "sampled", _chain(2), (4, 8), 3),
@@ -94,6 +95,7 @@ CASES = (
     Case("greedy chain, last row delayed (SCD)", "deterministic", _greedy(2), (4, 8), 3, judge=delayed),
     Case("n-gram chain of 0 to 3", "deterministic", NGRAM, (5, 8), 4),
     Case("tree of the likeliest siblings", "deterministic", TOP, (5, 8), 3, 2),
+    Case(CONTROLLED, "deterministic", proposals.by_the_text, (5, 8), 3, 2),
     Case("sampled chain of 2", "deterministic", _chain(2), (3, 6), 3),
     Case("sampled chain of 2", "shared_noise", _chain(2), (3, 5), 3),
     Case("greedy chain of 3", "shared_noise", _greedy(3), (3, 5), 4),
@@ -103,6 +105,7 @@ CASES = (
     Case("greedy chain of two recombined drafters (dual)", "shared_noise", _greedy(2), (3, 5), 3, drafter="dual"),
     Case("n-gram chain of 0 to 3", "shared_noise", NGRAM, (3, 5), 4),
     Case("tree of the likeliest siblings", "shared_noise", TOP, (3, 6), 3),
+    Case(CONTROLLED, "shared_noise", proposals.by_the_text, (3, 6), 3),
 )
 
 

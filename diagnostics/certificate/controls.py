@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 from dcd_core.contrast import Target
 from dcd_core.methods import METHODS
+from dcd_core.verify import verify
 from diagnostics.certificate import faults
-from diagnostics.certificate.cases import CASES, Case, enumerated
+from diagnostics.certificate.cases import CASES, CONTROLLED, Case, enumerated
 from diagnostics.certificate.faults import Fault, in_batch, in_drafts
 from diagnostics.certificate.g_test import FAILS_BELOW
 from diagnostics.certificate.laws import Aim, Laws, offers, rules_of, toy_method, toy_settings
@@ -93,18 +94,28 @@ def controlled(control: Control, laws: Laws, samples: int) -> Line:
 
 @dataclass(frozen=True)
 class ExactControl:
-    """One fault of the verifier and the case whose enumeration must find it."""
+    """One fault of the verifier and the case whose enumeration must find it.
+
+    Args:
+        fault: what is patched; or
+        judge: what judges in the verifier's place.
+    """
 
     name: str
-    fault: Callable[[], AbstractContextManager]
     case: Case
+    fault: Callable[[], AbstractContextManager] = nullcontext
+    judge: Callable = verify
 
 
 EXACT_CONTROLS = tuple(
-    ExactControl(f"two-step draw: {name}, {case.name}", faults.in_two_steps(fault), case)
+    ExactControl(f"two-step draw: {name}, {case.name}", case, faults.in_two_steps(fault))
     for name, fault in (("next block", faults.next_block), ("sum before the block kept", faults.sum_before_kept))
     for case in CASES
     if case.name in ("sampled chain of 2", "siblings with replacement") and case.rule == "sampled"
+) + tuple(
+    ExactControl("a controller that peeks at the target", case, judge=faults.peeking)
+    for case in CASES
+    if case.name == CONTROLLED and case.rule == "deterministic"
 )
 """The loop's laws are of six ids, which are drawn in one step; the draw of real vocabularies is broken here."""
 
@@ -112,7 +123,7 @@ EXACT_CONTROLS = tuple(
 def enumerated_with_fault(control: ExactControl) -> Line:
     """The small enumeration with the fault, which must fail, and without, which must pass."""
     with control.fault():
-        faulty = enumerated(control.case, quick=True)
+        faulty = enumerated(replace(control.case, judge=control.judge), quick=True)
     clean = enumerated(control.case, quick=True)
     caught = faulty.passed is False
     figures = {"rule": control.case.rule, "drafts": control.case.name}

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from dcd_core import decode as loop
 from dcd_core import sampling
@@ -22,7 +23,7 @@ from dcd_core.decode import Assembled, Settings
 from dcd_core.draft import Draft
 from dcd_core.drafters.protocol import RoundNoise
 from dcd_core.seen import Seen
-from dcd_core.verify import Uniforms, verify
+from dcd_core.verify import Uniforms, Verdict, verify
 
 Fault = Callable[[Assembled, Settings], AbstractContextManager[tuple[Assembled, Settings]]]
 
@@ -100,6 +101,12 @@ def pruned_siblings(draft: Draft, settings: Settings) -> Draft:
     chance = draft.probs[:, 0].gather(1, draft.columns()).masked_fill(~draft.valid, torch.inf)
     worst = torch.zeros_like(draft.valid).scatter(1, chance.argmin(1, keepdim=True), True)
     return dataclasses.replace(draft, valid=draft.valid & ~worst)
+
+
+def peeking(target: Tensor, draft: Draft, noise: Uniforms | None) -> Verdict:
+    """The verifier behind a controller that leaves a draft out where its first token will be refused."""
+    refused = verify(target, draft, noise).accepted == 0
+    return verify(target, dataclasses.replace(draft, valid=draft.valid & ~refused[:, None]), noise)
 
 
 # ---- scores and target -----------------------------------------------------------------------------------------------

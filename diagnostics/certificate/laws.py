@@ -11,6 +11,7 @@ import numpy as np
 from dcd_core.contrast import Target
 from dcd_core.decode import Assembled, Scorer, Settings, batch_class
 from dcd_core.draft import Draft
+from dcd_core.drafters.auto import AutoDrafter
 from dcd_core.drafters.protocol import Drafter
 from dcd_core.errors import UserError
 from dcd_core.methods import METHODS
@@ -18,6 +19,7 @@ from dcd_core.scorers import negative_prompt, three_models
 from diagnostics.certificate.g_test import Result, g_test, samples_for
 from diagnostics.certificate.page import Line
 from diagnostics.certificate.pair import BATCH, ONE_ID, PROMPT, VOCAB, Toy, counted, exact_law, texts
+from diagnostics.certificate.restless import TIMES, Restless
 from diagnostics.loading import put_together
 
 PLAIN = "chain"
@@ -104,7 +106,10 @@ def toy_method(name: str, toy: Toy, aim: Aim | None = None) -> Assembled:
     """A method on the toy pair, by default with the amateur after the expert."""
     contrast = aim.contrast(toy) if aim and aim.contrast else None
     head = toy.dual_input if METHODS[name].reads_amateur else toy.head
-    return put_together(name, toy.pair, head, toy.lm, contrast, toy.amateur_head)
+    method = put_together(name, toy.pair, head, toy.lm, contrast, toy.amateur_head)
+    if isinstance(method.drafter, AutoDrafter):  # which would settle, and by times that it measures
+        method.drafter.controllers = [Restless(TIMES, True)]
+    return method
 
 
 def law_cases(toy: Toy, seed: int, quick: bool) -> list[LawCase]:

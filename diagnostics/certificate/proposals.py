@@ -142,6 +142,16 @@ def top_tree(world: World):
     return drafts
 
 
+def by_the_text(world: World):
+    """No draft, n-grams, a greedy chain of 2 or the tree of :func:`top_tree`, whichever the text so far leads to."""
+    sources = (lambda _: [(1.0, [])], ngram_like(world, 2), greedy_chain(world, 2), top_tree(world))
+
+    def drafts(prefix):
+        return sources[np.random.default_rng([8, len(prefix), *prefix]).integers(len(sources))](prefix)
+
+    return drafts
+
+
 def without(law: np.ndarray, token: int) -> np.ndarray:
     """What the next sibling is drawn from when this one has been drawn."""
     left = law * (np.arange(len(law)) != token)
