@@ -32,7 +32,7 @@ RUN := $(VENV)/bin/python
 OLDEST := $(addprefix tests/test_,$(addsuffix .py,cache models decode batch decode_types custom_generate \
   contrast verify sampling drafters scorers replay eagle3_head dual_input_head unroll))
 
-.PHONY: help setup test test-newest test-oldest quality demo cross-alpha certify identity speed decoders head head-300k contrast \
+.PHONY: help setup test test-newest test-oldest quality demo cross-alpha certify identity speed decoders auto head head-300k contrast \
   report clean
 
 help: ## list the targets
@@ -94,6 +94,9 @@ speed: demo ## speed-up table of the demo's pair in bf16, greedy and sampled (ab
 
 decoders: demo ## every decoder on the demo's pair: trees, hybrid, deferred, batches, overhead (about 80 min, idle)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/decoders.yaml
+
+auto: demo ## is method auto ever slower than vanilla contrastive decoding? by kind of prompt and batch (about 80 min, idle)
+	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/auto.yaml
 
 head: demo ## the best head of one night, and its accepted length on the way (up to 6 hours, resumable)
 	$(RUN) data_prep/pipeline.py --pipeline configs/pipelines/head.yaml

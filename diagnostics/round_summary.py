@@ -15,7 +15,7 @@ from diagnostics.intervals import Interval, paired_ratio, ratio_of_sums
 
 BASELINE = "cd"
 # of rows in tables and bars in figures
-ORDER = ("ar", "expert_sd", "cd", "scd", "cos", "dcd_ngram", "dcd_lm", "cross_alpha", "dual")
+ORDER = ("ar", "expert_sd", "cd", "auto", "scd", "cos", "dcd_ngram", "dcd_lm", "cross_alpha", "dual")
 ORDER += ("dcd_eagle3", "dcd_hybrid", "dcd_deferred")
 ANY = "any"
 SECONDS = ("draft_s", "expert_s", "amateur_s", "rest_s")

@@ -68,5 +68,5 @@ class UnreadFlags:
 def heads_used(methods: Iterable[str], head: str, amateur_head: str) -> list[str]:
     """Those of two heads that some of these methods draft with."""
     asked = [METHODS[method] for method in methods]
-    used = [head] if any(method.needs_head for method in asked) else []
+    used = [head] if any(method.needs_head or method.takes_head for method in asked) else []
     return used + ([amateur_head] if any(method.needs_amateur_head for method in asked) else [])
