@@ -77,6 +77,9 @@ def flags(toy: Path, output: Path, *more: str) -> list[str]:
         f"--train_tokens={toy / 'train.parquet'}",
         f"--output={output}",
         "--draft_vocab_size=40",
+        "--start=random",
+        "--query_key_rate=1",
+        "--norm_rate=1",
         "--unroll_steps=3",
         "--batch_size=4",
         "--lr=3e-3",
@@ -89,7 +92,7 @@ def flags(toy: Path, output: Path, *more: str) -> list[str]:
 
 def amateur_flags(toy: Path, output: Path, *more: str) -> list[str]:
     """Flags of train/amateur.py at toy size; later ones win."""
-    drop = ("--draft_vocab_size", "--unroll_steps")
+    drop = ("--draft_vocab_size", "--unroll_steps", "--start", "--query_key_rate", "--norm_rate")
     return [flag for flag in flags(toy, output, "--keep_layers=0-2,6", *more) if not flag.startswith(drop)]
 
 

@@ -65,8 +65,6 @@ class Config(HeadConfig):
             raise ValueError(f"--snapshots takes numbers of answer tokens, 1 or more, got {self.snapshots}")
         if self.head_init and (self.head_layers > 1 or self.head_intermediate_size):
             raise ValueError("--head_init has a shape of its own: leave out --head_layers and --head_intermediate_size")
-        if self.head_init and self.start != "random":
-            raise ValueError(f"--head_init has weights of its own: leave out --start {self.start}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,7 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     head = build_head(config, pair, rms, texts)
     stream = training_stream(config, texts, ranks, stops)
     step = HeadStep(pair.expert, head.target_ids, stops, store=store)
-    give_start(config, [head], step.passes, texts, stops, ranks)
+    if not config.head_init:
+        give_start(config, [head], step.passes, texts, stops, ranks)
     evaluate = evaluation(config, step, held_out, ranks)
     depends_on = identity(texts, head.target_ids, pair)
     if ranks.first:

@@ -64,16 +64,16 @@ class HeadConfig(LoopConfig):
         default="rms", metadata={"help": "start fc from features of equal size, or as they come"}
     )
     start: Literal["random", "closed_form"] = field(
-        default="random",
-        metadata={"help": "initial weights: random, or with fc and attention from a linear regression"},
+        default="closed_form",
+        metadata={"help": "weights of a fresh head: random, or with fc and attention from a linear regression"},
     )
     start_norm: float = field(
         default=0.0, metadata={"help": "closed form: final norm, in sizes of the final states; 0: by cross-entropy"}
     )
-    start_texts: int = field(default=0, metadata={"help": "closed form: read the first so many texts; 0: all"})
+    start_texts: int = field(default=5000, metadata={"help": "closed form: read the first so many texts; 0: all"})
     fc_rate: float = field(default=1.0, metadata={"help": "learning rate of fc, in parts of --lr"})
-    query_key_rate: float = field(default=1.0, metadata={"help": "learning rate of queries and keys, in parts of --lr"})
-    norm_rate: float = field(default=1.0, metadata={"help": "learning rate of the norms, in parts of --lr"})
+    query_key_rate: float = field(default=0.3, metadata={"help": "learning rate of queries and keys, in parts of --lr"})
+    norm_rate: float = field(default=5.0, metadata={"help": "learning rate of the norms, in parts of --lr"})
     train_lm_head: bool = field(default=True, metadata={"help": "train the output rows; false: keep the expert's"})
     head_layers: int = field(default=1, metadata={"help": "decoder blocks of the head: its depth"})
     head_intermediate_size: int = field(default=0, metadata={"help": "width of the head's MLPs; 0: the expert's"})
