@@ -7,13 +7,13 @@ import pytest
 import torch
 from tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy_training import STOP, toy_samples
+from toy_training import STOP, flags, head_weights, make_toy, toy_samples
 
 from dcd_core.heads import row_attention
 from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.packed import Packed, Share
-from train import unroll
+from train import eagle3, unroll
 from train.batches import Texts
 from train.loop import Member, optimiser_step
 from train.meters import Meter
@@ -155,3 +155,12 @@ def test_the_count_sees_what_waits():
     with Looks() as looks:
         _ = rows[rows > 2], rows.nonzero(), int(rows.max()), bool((rows > 0).all()), rows[rows[2:4]]
     assert looks.count == 4
+
+
+def test_a_recomputed_run_ends_at_the_same_weights(tmp_path):
+    make_toy(tmp_path, texts=12)
+    for name, more in {"kept": (), "again": ("--recompute=true",)}.items():
+        argv = flags(tmp_path, tmp_path / name, "--head_layers=2", "--check_models=false", "--max_steps=3", *more)
+        assert eagle3.main(argv) == 0
+    kept, again = (head_weights(tmp_path / name) for name in ("kept", "again"))
+    assert all(torch.equal(weight, again[name]) for name, weight in kept.items())

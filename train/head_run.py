@@ -75,6 +75,9 @@ class HeadConfig(LoopConfig):
     query_key_rate: float = field(default=1.0, metadata={"help": "learning rate of queries and keys, in parts of --lr"})
     norm_rate: float = field(default=1.0, metadata={"help": "learning rate of the norms, in parts of --lr"})
     train_lm_head: bool = field(default=True, metadata={"help": "train the output rows; false: keep the expert's"})
+    recompute: bool = field(
+        default=False, metadata={"help": "run blocks again in the backward pass: less memory, more time", **FREE}
+    )
     head_layers: int = field(default=1, metadata={"help": "decoder blocks of the head: its depth"})
     head_intermediate_size: int = field(default=0, metadata={"help": "width of the head's MLPs; 0: the expert's"})
     expert_dtype: Literal["float32", "bfloat16"] = field(
@@ -180,7 +183,9 @@ def trained_module(
     sizes = None if rms is None or normed else feature_sizes(head, rms).log2().round().exp2()
     pieces = common_pieces(config, stream, ranks, len(head.target_ids))
     head.lm_head.requires_grad_(config.train_lm_head)
-    return Unroll(head, config.unroll_steps, config.step_decay, pieces, config.rejection_weight, sizes)
+    return Unroll(
+        head, config.unroll_steps, config.step_decay, pieces, config.rejection_weight, sizes, config.recompute
+    )
 
 
 def rate_scale(config: HeadConfig) -> Callable[[str], float]:

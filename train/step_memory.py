@@ -55,8 +55,8 @@ class Memory:
         shared = f" for {ranks} ranks" if ranks > 1 else ""
         return (
             f"{line}\nwarning: {where} has {gigabytes(room)}, and this takes {gigabytes(self.peak * ranks)}{shared}: "
-            "lower --batch_size or --max_length, train fewer heads at a time, or share the optimiser "
-            "(--deepspeed_config configs/deepspeed/zero3.json)"
+            "lower --batch_size or --max_length, train fewer heads at a time or with --recompute true, or share the "
+            "optimiser (--deepspeed_config configs/deepspeed/zero3.json)"
         )
 
 
@@ -194,8 +194,9 @@ def head_memory(
             for head in bare:
                 head.lm_head.requires_grad_(config.train_lm_head)
             widths = sum(shape.feature_widths) if config.feature_scaling == "rms" else 0
+            sizes = torch.ones(widths) if widths else None
             return [
-                Unroll(head, config.unroll_steps, config.step_decay, sizes=torch.ones(widths) if widths else None)
+                Unroll(head, config.unroll_steps, config.step_decay, sizes=sizes, recompute=config.recompute)
                 for head in bare
             ]
 
