@@ -1,19 +1,22 @@
 """Texts of a micro-batch in one row without padding: equal gradients, few looks at the device, less memory kept."""
 
 import dataclasses
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import tiny_model
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_training import STOP, flags, head_weights, make_toy, toy_samples
 
+from dcd_core.errors import UserError
 from dcd_core.heads import row_attention
 from dcd_core.heads.dual_input import DualInputHead
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.packed import Packed, Share
-from train import eagle3, unroll
+from train import compiled, eagle3, unroll
 from train.batches import Texts
 from train.loop import Member, optimiser_step
 from train.meters import Meter
@@ -164,3 +167,34 @@ def test_a_recomputed_run_ends_at_the_same_weights(tmp_path):
         assert eagle3.main(argv) == 0
     kept, again = (head_weights(tmp_path / name) for name in ("kept", "again"))
     assert all(torch.equal(weight, again[name]) for name, weight in kept.items())
+
+
+@pytest.mark.skipif(os.environ.get("DCD_SHAPES") != "0", reason="checks of shapes cannot be compiled")
+def test_compiled_parts_give_the_same_gradients(monkeypatch):
+    """With the compiler's own operations run one by one: what it makes of them for a device takes it long."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    head, step = world()
+    module = Unroll(head, STEPS, rejection_weight=0.5, recompute=True)
+    batches = [step.inputs(TEXTS.batch(texts)) for texts in ([0, 1, 2], [3, 4, 5])]
+    plain = [gradients(module, inputs) for inputs in batches]
+    counters.clear()
+    compiled.compile_parts(module)
+    for inputs, wanted in zip(batches, plain, strict=True):
+        assert_equal(gradients(module, inputs), wanted)
+    assert counters["stats"]["calls_captured"] > 20 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "more", "match"),
+    [
+        ("none_such", [], "--compile true does not work here .*none_such"),
+        ("eager", ["--deepspeed_config=configs/deepspeed/zero3.json"], "unsupported: --compile true at ZeRO 3"),
+    ],
+    ids=["no compiler", "ZeRO 3"],
+)
+def test_what_cannot_be_compiled_is_refused(backend, more, match, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    make_toy(tmp_path, texts=4)
+    with pytest.raises(UserError, match=match) as caught:
+        eagle3.main(flags(tmp_path, tmp_path / "run", "--compile=true", *more))
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -218,7 +219,7 @@ def row_sums(
     """
     probs = probs.to(logits.dtype)
     loss = F.cross_entropy(logits, probs, reduction="none")
-    with torch.set_grad_enabled(torch.is_grad_enabled() and rejection_weight > 0):
+    with nullcontext() if rejection_weight else torch.no_grad():
         accepted = torch.minimum(probs * mass[:, None].to(logits.dtype), logits.softmax(-1)).sum(-1)
     if rejection_weight:
         loss = (1 - rejection_weight) * loss + rejection_weight * (1 - accepted)
@@ -268,6 +269,7 @@ class Unroll(nn.Module):
         self.pieces = pieces
         self.rejection_weight = rejection_weight
         self.recompute = recompute
+        self.row_sums = row_sums
 
     def forward(
         self,
@@ -316,4 +318,4 @@ class Unroll(nn.Module):
 
     def _chunk(self, states: Tensor, entries: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
         chosen = targets.probs[entries], targets.inside[entries], targets.mass[entries]
-        return row_sums(self.head.logits(states), *chosen, self.rejection_weight)
+        return self.row_sums(self.head.logits(states), *chosen, self.rejection_weight)
