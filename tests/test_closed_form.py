@@ -194,7 +194,7 @@ def step_zero(head, expert, texts=TEXTS, steps: int = 1):
         with torch.no_grad():
             totals = totals + Unroll(head, steps)(features, embeds, alignment, targets, [1.0] * steps)[1]
             state = next(head.unroll(features, embeds, alignment.rows, 1, lambda *_: None))
-        states.append(state[alignment.trained(0)])
+        states.append(state[0, alignment.trained(0)])
     return torch.cat(states), (totals[:, 0] / totals[:, 3]).tolist(), (totals[:, 1] / totals[:, 3]).tolist()
 
 

@@ -27,10 +27,12 @@ RUNS = {
     "one member": (cross_alpha, family_flags, ["--train_alphas", "0.3"]),
     "four members": (cross_alpha, family_flags, []),
     "dual": (dual_drafter, family_flags, []),
+    "recomputed": (eagle3, flags, ["--head_layers=2", "--recompute=true"]),
     "amateur": (amateur, amateur_flags, []),
 }
 CASES = [
     ("activations", "one member"),
+    ("activations", "recomputed"),
     ("logits", "accumulated"),
     ("logits", "dual"),
     ("logits", "amateur"),
@@ -98,6 +100,12 @@ def test_the_count_is_within_a_tenth_of_the_traced_peak(shape, run, worlds, tmp_
     peak = traced_peak(lambda: script.main(argv), monkeypatch)
     print(f"| {shape} | {run} | {memory.peak / 2**20:.2f} | {peak / 2**20:.2f} | {memory.peak / peak - 1:+.1%} |")
     assert memory.peak == pytest.approx(peak, rel=0.1)
+
+
+def test_recomputation_is_counted(worlds, tmp_path, monkeypatch):
+    argv = flags(worlds["activations"], tmp_path / "run", "--draft_vocab_size=40", "--warmup_steps=0")
+    kept, again = (counted(eagle3.main, [*argv, f"--recompute={word}"], monkeypatch) for word in ("false", "true"))
+    assert again.peak < 0.7 * kept.peak and (again.frozen, again.trained) == (kept.frozen, kept.trained)
 
 
 def test_more_than_there_is_is_said(worlds, tmp_path, monkeypatch, capsys):

@@ -191,12 +191,11 @@ def test_targets_are_pi_cd_on_the_draft_vocabulary_masked_by_the_expert():
     aims = [Aim(0.0), Aim(0.3), Aim(None)]
     passes = [model.forward_full(batch.input_ids) for model in (expert, amateur)]
     alignment = align(batch.texts, batch.spans, frozenset({STOP}))
-    layers, hidden = [expert.output_layer, amateur.output_layer], [out.hidden for out in passes]
+    layers, hidden = [expert.output_layer, amateur.output_layer], [batch.pack(out.hidden) for out in passes]
     found = draft_targets(layers, hidden, alignment, ids, aims)
     rows = [
-        [out.logits[text, row + 1] for out in passes]
-        for text in range(6)
-        for row in alignment.rows[text][alignment.trained(0)[text]].tolist()
+        [batch.pack(out.logits)[0, row + 1] for out in passes]
+        for row in alignment.rows[0, alignment.trained(0)].tolist()
     ]
     inside = [bool(p.argmax() % 2 == 0) for p, _ in rows]
     assert 0 < sum(inside) < len(inside)

@@ -42,16 +42,17 @@ TABLE = {
 def test_trained_rows(name):
     ids, spans, expected = TABLE[name]
     found = align([ids], [spans], frozenset({E}))
-    assert [found.rows[found.trained(step)].tolist() for step in range(3)] == expected
+    assert [found.rows[0, found.trained(step)].tolist() for step in range(3)] == expected
     assert count_rows(ids, spans, frozenset({E}), 3) == [len(rows) for rows in expected]
 
 
 def test_trained_rows_satisfy_the_definition():
-    """Against the rule word by word, on random texts with several turns, in one padded batch."""
+    """Against the rule word by word, on random texts with several turns, in one batch."""
     samples = toy_samples(40)
     found = align([s.input_ids for s in samples], [list(s.answer_spans) for s in samples], frozenset({STOP}))
     for step in range(6):
-        for row, sample in enumerate(samples):
+        trained, first, total = found.rows[0, found.trained(step)], 0, 0
+        for sample in samples:
             length, wanted = len(sample.input_ids), []
             for t in range(length):
                 for start, end in sample.answer_spans:
@@ -60,9 +61,12 @@ def test_trained_rows_satisfy_the_definition():
                     ends = t + 1 + step == end - 1 and sample.input_ids[end - 1] == STOP
                     if inside and not ends:
                         wanted.append(t)
-            assert found.rows[row][found.trained(step)[row]].tolist() == wanted
+            own = (trained >= first) & (trained < first + length)
+            assert (trained[own] - first).tolist() == wanted
+            first, total = first + length, total + len(wanted)
             counted = count_rows(sample.input_ids, list(sample.answer_spans), frozenset({STOP}), 6)
             assert counted[step] == len(wanted)
+        assert total == len(trained)
 
 
 def toy_texts(samples) -> Texts:
@@ -211,34 +215,35 @@ def identity_gap(expert, head, texts: Texts, stop_ids, steps: int = 4) -> tuple[
     features, embeds, alignment, _ = step.inputs(batch)
 
     def truth(index, _state):
-        places = (alignment.rows + index).clamp_max(embeds.shape[1] - 1)
-        return embeds.gather(1, places[..., None].expand(-1, -1, embeds.shape[-1]))
+        return embeds[:, (alignment.rows[0] + index).clamp_max(embeds.shape[1] - 1)]
 
-    gap, count = 0.0, 0
+    gap, count, start = 0.0, 0, 0
     with torch.no_grad():
-        trained = [head.logits(state) for state in head.unroll(features, embeds, alignment.rows, steps, truth)]
-        for row in range(len(texts)):
-            ids = batch.input_ids[[row]]
-            cache = head.new_cache(1, ids.shape[1] + steps)
+        unrolled = head.unroll(features, embeds, alignment.rows, steps, truth, packed=alignment.packed)
+        trained = [head.logits(state)[0] for state in unrolled]
+        for text in batch.texts:
+            ids = torch.from_numpy(text).long()[None]
+            cache = head.new_cache(1, len(text) + steps)
             for place, (root, last) in enumerate(
-                zip(alignment.rows[row].tolist(), alignment.last_step[row].tolist(), strict=True)
+                zip((alignment.rows[0] - start).tolist(), alignment.last_step.tolist(), strict=True)
             ):
-                if last < 0:
+                if not 0 <= root < len(text):
                     continue
                 # as after a verification: the rows up to the root are read with true features
                 cache.rollback([min(cache.lengths[0], root)])
-                start = cache.lengths[0]
-                fused = head.fuse(features[[row], start : root + 1])
-                state = head.step(expert.embedding(ids[:, start + 1 : root + 2]), fused, cache)[:, -1:]
-                cache.commit([root + 1 - start])
+                done = cache.lengths[0]
+                fused = head.fuse(features[:, start + done : start + root + 1])
+                state = head.step(expert.embedding(ids[:, done + 1 : root + 2]), fused, cache)[:, -1:]
+                cache.commit([root + 1 - done])
                 for index in range(min(last + 1, steps)):
                     if index:
                         state = head.step(expert.embedding(ids[:, [root + 1 + index]]), state, cache)
                         cache.commit([1])
-                    logits = trained[index][row, place]
+                    logits = trained[index][place]
                     gap = max(gap, ((head.logits(state)[0, 0] - logits).abs().max() / logits.abs().max()).item())
                     count += 1
                 cache.rollback([root + 1])
+            start += len(text)
     return gap, count
 
 

@@ -13,12 +13,13 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, UInt64
+from jaxtyping import Bool, Int, Shaped, UInt64
 from torch import Tensor
 
 from data_prep.token_files import Sample, read_tokens
 from dcd_core.errors import UserError
 from dcd_core.files import content_hash, file_hash
+from dcd_core.heads.packed import moved
 from dcd_core.heads.training_prompts import hash_prompt
 
 BUCKET = 16
@@ -27,7 +28,7 @@ BUCKET = 16
 
 @dataclass
 class Batch:
-    """One right-padded micro-batch of one rank. Padded with id 0, which no real row ever sees."""
+    """One micro-batch of one rank: right-padded with id 0, which no real row ever sees, and packed."""
 
     ids: list[str]
     input_ids: Int[Tensor, "batch position"]
@@ -37,7 +38,25 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Real tokens, padding not counted."""
-        return sum(len(text) for text in self.texts)
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(text) for text in self.texts]
+
+    @property
+    def packed_ids(self) -> Int[Tensor, " token"]:
+        """All texts, one after the other."""
+        return torch.from_numpy(np.concatenate(self.texts).astype(np.int64))
+
+    def pack(self, padded: Shaped[Tensor, "text position *rest"]) -> Shaped[Tensor, "1 token *rest"]:
+        """Rows of the padded texts, one text after the other and without padding."""
+        width = padded.shape[1]
+        if self.tokens == len(self.texts) * width:
+            return padded.flatten(0, 1)[None]
+        places = np.concatenate([row * width + np.arange(length) for row, length in enumerate(self.lengths)])
+        flat = padded.flatten(0, 1)
+        return flat.index_select(0, moved(torch.from_numpy(places), flat.device))[None]
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def gather(
     for number in progress(mine, label="closed-form start", unit="texts"):
         batch = texts.batch([number])
         alignment = align(batch.texts, batch.spans, stop_ids)
-        rows = alignment.rows[alignment.trained(0)].to(expert.device)
+        rows = alignment.rows[0, alignment.trained(0)].to(expert.device)
         if not len(rows):
             continue
         ids = batch.input_ids.to(expert.device)

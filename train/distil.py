@@ -112,7 +112,7 @@ class DistilStep:
         expert = self.expert
         ids, rows = batch.input_ids.to(expert.device), answer_rows(batch).to(expert.device)
         hidden = expert.forward_full(ids, logits=False).hidden
-        refuse_non_finite("the expert's final states", hidden, batch)
+        refuse_non_finite({"the expert's final states": batch.pack(hidden)}, batch)
         for engine in engines:
             yield engine(ids, rows, expert.output_layer, hidden[rows], denominators[0])
 

@@ -21,12 +21,13 @@ from dcd_core.model_identity import model_identity
 from dcd_core.models import Pair, load_pair
 from train.batches import Plan, Stream, Texts
 from train.closed_form import start_in_closed_form
+from train.compiled import compile_parts, refuse_uncompilable
 from train.held_out import SKIP_TRAINED
 from train.loop import FREE, LoopConfig, has_checkpoint, refuse_texts
 from train.online_expert import HeadStep, HeldOut, feature_rms, feature_sizes, scale_features
 from train.passes import Passes, open_store
 from train.processes import Ranks
-from train.sizes import common_pieces
+from train.sizes import common_pieces, zero_stage
 from train.unroll import Unroll, count_rows
 
 
@@ -75,6 +76,10 @@ class HeadConfig(LoopConfig):
     query_key_rate: float = field(default=0.3, metadata={"help": "learning rate of queries and keys, in parts of --lr"})
     norm_rate: float = field(default=5.0, metadata={"help": "learning rate of the norms, in parts of --lr"})
     train_lm_head: bool = field(default=True, metadata={"help": "train the output rows; false: keep the expert's"})
+    recompute: bool = field(
+        default=False, metadata={"help": "run blocks again in the backward pass: less memory, more time", **FREE}
+    )
+    compile: bool = field(default=False, metadata={"help": "torch.compile for parts of the head and for the loss"})
     head_layers: int = field(default=1, metadata={"help": "decoder blocks of the head: its depth"})
     head_intermediate_size: int = field(default=0, metadata={"help": "width of the head's MLPs; 0: the expert's"})
     expert_dtype: Literal["float32", "bfloat16"] = field(
@@ -111,6 +116,8 @@ def load_frozen(
     config: HeadConfig, ranks: Ranks, amateur: str = "", amateur_taps: list[int] | None = None
 ) -> tuple[Pair, frozenset[int]]:
     """The frozen models on this rank's device, and the ids that end the expert's turns."""
+    if config.compile:
+        refuse_uncompilable(ranks.device, zero_stage(config))
     pair = load_pair(
         config.expert,
         amateur or None,
@@ -180,7 +187,12 @@ def trained_module(
     sizes = None if rms is None or normed else feature_sizes(head, rms).log2().round().exp2()
     pieces = common_pieces(config, stream, ranks, len(head.target_ids))
     head.lm_head.requires_grad_(config.train_lm_head)
-    return Unroll(head, config.unroll_steps, config.step_decay, pieces, config.rejection_weight, sizes)
+    module = Unroll(
+        head, config.unroll_steps, config.step_decay, pieces, config.rejection_weight, sizes, config.recompute
+    )
+    if config.compile:
+        compile_parts(module)
+    return module
 
 
 def rate_scale(config: HeadConfig) -> Callable[[str], float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from dcd_core.config import FROM_PAIR, refuse_above, refuse_below, refuse_taken, save_run
@@ -203,7 +204,8 @@ def fit(
         batches: what this rank reads at each optimiser step.
         step: ``step(engines, batch, denominators)`` runs one micro-batch: for each engine in turn, when it is asked
             for, this rank's share of the optimiser step's loss and a ``[unroll step, 4]`` tensor of sums (loss,
-            correct, acceptance, rows). One member's graph is gone before the next one's is made.
+            correct, acceptance, rows). One member's graph is gone before the next one's is made. Of a loss that is not
+            finite, ``step.explain(batch)``, where there is one, raises UserError if the step knows the reason.
         identity: more of what the weights depend on (hashes of data, vocabulary, expert); compared on resumption.
         argv: the flags, for the run's record.
         evaluate: called by all ranks with the engines; the numbers of each are logged under ``eval/``.
@@ -283,6 +285,8 @@ def optimiser_step(members: list[Member], batches: Stream, step, number: int, ra
         for member, (loss, sums) in zip(members, step(engines, batch, denominators), strict=True):
             who = f" of {member.name}" if member.name else ""
             if not math.isfinite(loss.item()):
+                if hasattr(step, "explain"):
+                    step.explain(batch)
                 raise UserError(
                     f"the loss of optimiser step {number + 1}{who} is {loss.item()}; texts: {', '.join(batch.ids)}. "
                     "Lower --lr, or take these texts out"
@@ -306,13 +310,20 @@ def optimiser_step(members: list[Member], batches: Stream, step, number: int, ra
     return found
 
 
-def refuse_non_finite(name: str, values: Tensor, batch: Batch) -> None:
-    """Raises UserError naming the texts whose rows of ``values`` hold NaN or inf.
+def all_finite(values: Mapping[str, Tensor]) -> Bool[Tensor, ""]:
+    return torch.stack([torch.isfinite(some).all() for some in values.values()]).all()
+
+
+def refuse_non_finite(values: Mapping[str, Tensor], batch: Batch) -> None:
+    """Raises UserError naming the texts whose rows hold NaN or inf. The device is asked once for all.
 
     Args:
-        name: whose they are and what, such as "the expert's features".
+        values: by whose they are and what, such as "the expert's features": ``[1, token, ...]`` of the packed texts.
     """
-    finite = torch.isfinite(values).flatten(1).all(dim=1)
-    if not bool(finite.all()):
-        bad = [text for text, good in zip(batch.ids, finite.tolist(), strict=True) if not good]
-        raise UserError(f"{name} hold NaN or inf for these texts: {', '.join(bad)}")
+    if bool(all_finite(values)):
+        return
+    for name, some in values.items():
+        each = some[0].split(batch.lengths)
+        bad = [text for text, rows in zip(batch.ids, each, strict=True) if not bool(torch.isfinite(rows).all())]
+        if bad:
+            raise UserError(f"{name} hold NaN or inf for these texts: {', '.join(bad)}")

@@ -12,14 +12,16 @@ from torch import Tensor
 from data_prep.feature_files import FeatureStore
 from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.heads.family import READS_AMATEUR, join_features
-from dcd_core.models import LanguageModel
+from dcd_core.heads.packed import moved
+from dcd_core.models import LanguageModel, Output
 from dcd_core.replay import Rollout, replay
 from train.batches import Batch, Texts
 from train.engines import full_weights
+from train.loop import all_finite
 from train.meters import per_step
-from train.passes import Passes
+from train.passes import Passes, named_values
 from train.processes import Ranks, add_up
-from train.unroll import EXPERT, Aim, Alignment, Targets, Unroll, align, draft_targets
+from train.unroll import EXPERT, Aim, Alignment, Targets, Unroll, align, draft_targets, following
 
 
 class HeadStep:
@@ -49,6 +51,7 @@ class HeadStep:
     ):
         self.expert = expert
         self.target_ids = target_ids.to(expert.device)
+        self.ids_end = int(target_ids[-1]) + 1
         self.stop_ids = stop_ids
         self.aims, self.amateur_input, self.shuffle_seed = tuple(aims), amateur_input, shuffle_seed
         self.amateur_features = amateur_input in READS_AMATEUR
@@ -56,25 +59,32 @@ class HeadStep:
         needed = self.amateur_features or any(aim.reads_amateur for aim in aims)
         self.models = [expert, amateur] if needed else [expert]
         self.amateur_width = 3 * amateur.hidden_size if amateur else 0
-        self.passes = Passes(self.models, store)
+        self.passes, self.wanted = Passes(self.models, store), (True, self.amateur_features)
 
     def each(self, batch: Batch) -> list[tuple[Tensor, Tensor, Alignment, Targets]]:
-        """What each head reads: features, embedded next tokens, alignment and targets; equal parts are shared."""
+        """What each head reads of the packed texts: features, embedded next tokens, alignment and targets; equal parts
+        are shared.
+
+        Raises:
+            UserError: NaN or inf in the frozen passes, naming the texts.
+        """
+        return self._prepared(batch, self.passes(batch, self.wanted))
+
+    def _prepared(self, batch: Batch, outputs: list[Output]) -> list[tuple[Tensor, Tensor, Alignment, Targets]]:
         expert = self.expert
-        ids = batch.input_ids.to(expert.device)
-        outputs = self.passes(batch, (True, self.amateur_features))
         alignment = align(batch.texts, batch.spans, self.stop_ids).to(expert.device)
         layers = [model.output_layer for model in self.models]
         different = list(dict.fromkeys(self.aims))
-        found = draft_targets(layers, [output.hidden for output in outputs], alignment, self.target_ids, different)
+        hidden = [output.hidden for output in outputs]
+        found = draft_targets(layers, hidden, alignment, self.target_ids, different, self.ids_end)
         targets = dict(zip(different, found, strict=True))
-        following = torch.cat([ids[:, 1:], ids[:, -1:]], dim=1)
         with torch.no_grad():
-            embeds = expert.embedding(following)
+            embeds = expert.embedding(moved(following(batch.packed_ids), expert.device)[None])
         features = outputs[0].features
         if self.amateur_input != "expert_only":
             other = outputs[1].features if self.amateur_features else None
-            features = join_features(features, other, self.amateur_width, self.amateur_input, self.shuffle_seed)
+            kind, seed = self.amateur_input, self.shuffle_seed
+            features = join_features(features, other, self.amateur_width, kind, seed, batch.lengths)
         return [(features, embeds, alignment, targets[aim]) for aim in self.aims]
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Alignment, Targets]:
@@ -83,8 +93,20 @@ class HeadStep:
         return only
 
     def __call__(self, engines: list, batch: Batch, denominators: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
-        for engine, inputs in zip(engines, self.each(batch), strict=True):
-            yield engine(*inputs, denominators)
+        outputs = self.passes.unchecked(batch, self.wanted)
+        # told with the loss: asking the device here would be one more wait of each micro-batch
+        finite, prepared = all_finite(named_values(outputs)), self._prepared(batch, outputs)
+        del outputs
+
+        def told(loss: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.where(finite, loss, float("nan")), sums
+
+        for engine, inputs in zip(engines, prepared, strict=True):
+            yield told(*engine(*inputs, denominators))  # nothing of it is kept here: its graph is to go
+
+    def explain(self, batch: Batch) -> None:
+        """Raises UserError, naming the texts, if the frozen passes are why a loss is not finite."""
+        self.passes(batch, self.wanted)
 
 
 class HeldOut:

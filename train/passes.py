@@ -9,6 +9,7 @@ from torch import Tensor
 
 from data_prep.feature_files import ROLES, FeatureStore
 from dcd_core.errors import UserError
+from dcd_core.heads.packed import moved
 from dcd_core.model_identity import model_identity
 from dcd_core.models import LanguageModel, Output
 from train.batches import Batch, Texts
@@ -31,28 +32,34 @@ class Passes:
     @torch.no_grad()
     def __call__(self, batch: Batch, features: Sequence[bool] = (True,)) -> list[Output]:
         """Outputs without logits of the first models, as many as ``features`` has entries: whether those are needed.
+        The texts stand in one row, one after the other.
 
         Raises:
             UserError: NaN or inf, naming the texts.
         """
+        outputs = self.unchecked(batch, features)
+        refuse_non_finite(named_values(outputs), batch)
+        return outputs
+
+    @torch.no_grad()
+    def unchecked(self, batch: Batch, features: Sequence[bool] = (True,)) -> list[Output]:
+        """The same, with whatever numbers there are."""
         # a text without an answer stands for none at all: nothing is trained on it
         stored = self.store is not None and all(
             not spans or ids in self.store for ids, spans in zip(batch.texts, batch.spans, strict=True)
         )
         outputs = []
-        for name, role, model, wanted in zip(NAMES, ROLES, self.models, features, strict=False):
+        for role, model, wanted in zip(ROLES, self.models, features, strict=False):
             if stored:
                 output = self.read(batch, role, model, wanted)
             else:
-                output = model.forward_full(batch.input_ids.to(model.device), features=wanted, logits=False)
-            if wanted:
-                refuse_non_finite(f"{name}'s features", output.features, batch)
-            refuse_non_finite(f"{name}'s final states", output.hidden, batch)
+                output = model.forward_full(moved(batch.input_ids, model.device), features=wanted, logits=False)
+                output = Output(None, batch.pack(output.features) if wanted else None, batch.pack(output.hidden))
             outputs.append(output)
         return outputs
 
     def read(self, batch: Batch, role: str, model: LanguageModel, wanted: bool) -> Output:
-        """From the store; padding is zero."""
+        """From the store."""
         features, hidden = [], []
         for ids, spans in zip(batch.texts, batch.spans, strict=True):
             if spans:
@@ -61,11 +68,18 @@ class Passes:
                 taps, states = (torch.zeros(len(ids), width * model.hidden_size, dtype=model.dtype) for width in (3, 1))
             features.append(taps)
             hidden.append(states)
-        return Output(None, joined(features).to(model.device) if wanted else None, joined(hidden).to(model.device))
+        packed = [
+            moved(torch.cat(rows)[None], model.device) if rows[0] is not None else None for rows in (features, hidden)
+        ]
+        return Output(None, *packed)
 
 
-def joined(rows: list[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+def named_values(outputs: Sequence[Output]) -> dict[str, Tensor]:
+    """All numbers of some passes, by what they are."""
+    named = {}
+    for name, output in zip(NAMES, outputs, strict=False):
+        named |= {f"{name}'s features": output.features, f"{name}'s final states": output.hidden}
+    return {name: values for name, values in named.items() if values is not None}
 
 
 def open_store(folder: str, models: Sequence[LanguageModel], texts: Texts, online: bool) -> FeatureStore:

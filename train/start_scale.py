@@ -17,7 +17,7 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from train.batches import Texts
 from train.passes import Passes
 from train.processes import Ranks, add_up
-from train.unroll import EXPERT, Aim, align, draft_targets
+from train.unroll import EXPERT, Aim, align, draft_targets, following
 
 SCALES = tuple(0.05 * 1.1**step for step in range(36))
 """Scales that are tried: .05 to 1.4."""
@@ -51,15 +51,15 @@ def cross_entropies(
     batch = texts.batch([number])
     outputs = passes(batch, (True, False) if imitates else (True,))
     expert = passes.models[0]
-    ids = batch.input_ids.to(expert.device)
     alignment = align(batch.texts, batch.spans, stop_ids).to(expert.device)
     layers = [model.output_layer for model in passes.models[: len(outputs)]]
     aim = Aim(None) if imitates else EXPERT
-    [targets] = draft_targets(layers, [out.hidden for out in outputs], alignment, head.target_ids.to(ids.device), [aim])
-    embeds = expert.embedding(torch.cat([ids[:, 1:], ids[:, -1:]], dim=1))
+    ids = head.target_ids.to(expert.device)
+    [targets] = draft_targets(layers, [out.hidden for out in outputs], alignment, ids, [aim])
+    embeds = expert.embedding(following(batch.packed_ids).to(expert.device)[None])
     # an amateur's columns of fc are zero at the start
     features = F.pad(outputs[0].features, (0, head.config.feature_widths[1]))
     [state] = head.unroll(features, embeds, alignment.rows, 1, lambda *_: embeds)
-    logits = head.logits(state[alignment.trained(0)])
+    logits = head.logits(state[0, alignment.trained(0)])
     probs = targets.probs.to(logits.dtype)
     return torch.stack([F.cross_entropy(scale * logits, probs, reduction="sum").double() for scale in SCALES])

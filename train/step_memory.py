@@ -55,8 +55,8 @@ class Memory:
         shared = f" for {ranks} ranks" if ranks > 1 else ""
         return (
             f"{line}\nwarning: {where} has {gigabytes(room)}, and this takes {gigabytes(self.peak * ranks)}{shared}: "
-            "lower --batch_size or --max_length, train fewer heads at a time, or share the optimiser "
-            "(--deepspeed_config configs/deepspeed/zero3.json)"
+            "lower --batch_size or --max_length, train fewer heads at a time or with --recompute true, or share the "
+            "optimiser (--deepspeed_config configs/deepspeed/zero3.json)"
         )
 
 
@@ -97,8 +97,9 @@ def module_bytes(module: nn.Module) -> int:
 
 
 def fullest(config, texts: Texts | None, plan: Plan | None, total: int) -> list[list[Batch]]:
-    """The micro-batches of those optimiser steps that take most, by padded positions and by drafts times positions; a
-    step's first two micro-batches, as the longest texts come first. Without texts: answers of the full length."""
+    """The micro-batches of those optimiser steps that take most: by padded positions (of the frozen models), and by
+    positions, drafts, and their products over each text (of the heads); a step's first two micro-batches, as the
+    longest texts come first. Without texts: answers of the full length."""
     if texts is None:
         ids = np.zeros(config.max_length, dtype=np.int32)
         texts = Texts([Sample("any", ids, ((1, config.max_length),))], "", 0, 0)
@@ -111,9 +112,14 @@ def fullest(config, texts: Texts | None, plan: Plan | None, total: int) -> list[
             chosen = [ranks[rank] for ranks in shares[:2]]
             if not chosen[0]:
                 continue
-            length = len(chosen[0]) * max(plan.lengths[text] for text in chosen[0])
-            drafts = len(chosen[0]) * max(answers[text] for text in chosen[0])
-            for name, size in (("positions", length), ("scores", length * drafts), ("drafts", drafts)):
+            pairs = [(plan.lengths[text], answers[text]) for text in chosen[0]]
+            sizes = {
+                "padded": len(pairs) * max(length for length, _ in pairs),
+                "positions": sum(length for length, _ in pairs),
+                "scores": sum(length * drafts for length, drafts in pairs),
+                "drafts": sum(drafts for _, drafts in pairs),
+            }
+            for name, size in sizes.items():
                 if size > found.get(name, (0, []))[0]:
                     found[name] = size, chosen
     different = {str(chosen): chosen for _, chosen in found.values()}
@@ -188,8 +194,9 @@ def head_memory(
             for head in bare:
                 head.lm_head.requires_grad_(config.train_lm_head)
             widths = sum(shape.feature_widths) if config.feature_scaling == "rms" else 0
+            sizes = torch.ones(widths) if widths else None
             return [
-                Unroll(head, config.unroll_steps, config.step_decay, sizes=torch.ones(widths) if widths else None)
+                Unroll(head, config.unroll_steps, config.step_decay, sizes=sizes, recompute=config.recompute)
                 for head in bare
             ]
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dcd_core.contrast import Target, scores
+from dcd_core.heads.packed import Packed, moved
+from dcd_core.heads.row_attention import recomputed
 
 LOGIT_BUDGET = 2**25
 """Most logits (rows x vocabulary) worked on at once, in elements; longer batches go in chunks."""
@@ -25,18 +28,27 @@ METRICS = ("loss", "correct", "acceptance", "rows")
 
 @dataclass
 class Alignment:
-    """Rows to unroll and how far, for one right-padded micro-batch (see :func:`align`)."""
+    """Rows to unroll and how far, for a micro-batch whose texts stand in one row, one after the other (see
+    :func:`align`)."""
 
-    rows: Int[Tensor, "batch row"]
-    """Root rows t of each text, ascending; short texts are filled up with row 0."""
-    last_step: Int[Tensor, "batch row"]
-    """Last step that is trained at this root; -1 for fillers."""
+    rows: Int[Tensor, "1 row"]
+    """Root rows t of all texts, as places in the packed row, ascending; row 0 if there is none."""
+    last_step: Int[np.ndarray, " row"]
+    """Last step that is trained at each; -1 for the row that stands for none. On the host, as all that follows from it:
+    the device is not asked which rows are trained."""
+    packed: Packed
 
-    def trained(self, step: int) -> Bool[Tensor, "batch row"]:
-        return self.last_step >= step
+    def trained(self, step: int) -> Int[Tensor, " trained"]:
+        """Which of the rows are trained at this step."""
+        return torch.from_numpy(np.flatnonzero(self.last_step >= step))
 
-    def to(self, device) -> Alignment:
-        return Alignment(self.rows.to(device), self.last_step.to(device))
+    def trained_at(self, steps: int) -> list[Tensor]:
+        """Those of steps 0, 1, ... on the rows' device, moved there at once."""
+        found = [self.trained(step) for step in range(steps)]
+        return list(moved(torch.cat(found), self.rows.device).split([len(some) for some in found]))
+
+    def to(self, device: torch.device) -> Alignment:
+        return Alignment(moved(self.rows, device), self.last_step, self.packed.to(device))
 
 
 def last_target(ids, span: tuple[int, int], stop_ids: frozenset[int]) -> int:
@@ -82,20 +94,26 @@ def align(texts: list, spans: list[list[tuple[int, int]]], stop_ids: frozenset[i
     """
     roots, lasts = [], []
     for ids, answers in zip(texts, spans, strict=True):
-        own_roots, own_lasts = [], []
+        own_roots = [np.zeros(0, np.int64)]
         for start, end in sorted(answers):
             last = last_target(ids, (start, end), stop_ids)
             # x_0 has no feature before it, so an answer that starts the text begins to be drafted one token later
-            for first_token in range(max(start, 1), last + 1):
-                own_roots.append(first_token - 1)
-                own_lasts.append(last - first_token)
-        roots.append(own_roots)
-        lasts.append(own_lasts)
-    width = max(1, max(map(len, roots), default=0))
-    return Alignment(
-        rows=torch.tensor([row + [0] * (width - len(row)) for row in roots], dtype=torch.int64),
-        last_step=torch.tensor([row + [-1] * (width - len(row)) for row in lasts], dtype=torch.int64),
-    )
+            first_tokens = np.arange(max(start, 1), last + 1)
+            own_roots.append(first_tokens - 1)
+            lasts.append(last - first_tokens)
+        roots.append(np.concatenate(own_roots))
+    if not sum(map(len, roots)):
+        # a rank without rows still takes part in the step, with zero gradients of every weight
+        roots[0], lasts = np.zeros(1, np.int64), [np.full(1, -1)]
+    lengths = [len(ids) for ids in texts]
+    starts = np.cumsum([0, *lengths[:-1]])
+    rows = np.concatenate([own + start for own, start in zip(roots, starts, strict=True)])
+    return Alignment(torch.from_numpy(rows)[None], np.concatenate(lasts), Packed.of(lengths, roots))
+
+
+def following(ids: Int[Tensor, " token"]) -> Int[Tensor, " token"]:
+    """``x_{t+1}`` at every t; what stands at a text's last token is seen by no earlier row."""
+    return torch.cat([ids[1:], ids[-1:]])
 
 
 def count_rows(ids, spans: list[tuple[int, int]], stop_ids: frozenset[int], steps: int) -> list[int]:
@@ -128,8 +146,7 @@ nothing but its targets would see different positions."""
 
 @dataclass
 class Targets:
-    """What a head learns at the tokens that root rows pair with: from ``L_{t+1}`` for the M real roots, in row-major
-    order.
+    """What a head learns at the tokens that root rows pair with: from ``L_{t+1}`` for the M real roots, in their order.
 
     Step ``i`` of a root learns the entry ``i`` places further (roots of one answer are consecutive).
     """
@@ -145,10 +162,11 @@ class Targets:
 @torch.no_grad()
 def draft_targets(
     output_layers: Sequence[Callable[[Tensor], Tensor]],
-    hidden: Sequence[Float[Tensor, "batch position hidden"]],
+    hidden: Sequence[Float[Tensor, "1 position hidden"]],
     alignment: Alignment,
     target_ids: Int[Tensor, " draft"],
     aims: Sequence[Aim] = (EXPERT,),
+    width: int = 0,
 ) -> list[Targets]:
     """Target rows at the drafted tokens for several aims from one pass of each model's output layer, a chunk of
     positions at a time: T x V logits never exist at once.
@@ -157,18 +175,15 @@ def draft_targets(
         output_layers: of the expert and, if an aim reads it, the amateur: hidden states to logits over the real ids.
         hidden: their last hidden states (after the final norm).
         target_ids: expert id of each draft id.
+        width: one more than the largest of them; 0: the device is asked.
     """
-    places, real = alignment.rows + 1, alignment.trained(0)
-
-    def wanted(states: Tensor) -> Tensor:
-        index = places.clamp_max(states.shape[1] - 1)[..., None].expand(-1, -1, states.shape[-1])
-        return states.gather(1, index)[real]
-
-    width = int(target_ids[-1]) + 1
+    [real] = alignment.trained_at(1)
+    places = alignment.rows[0, real] + 1
+    width = width or int(target_ids[-1]) + 1
     chunk = max(1, LOGIT_BUDGET // width)
     parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in aims]
     inside = []
-    for states in zip(*(wanted(some).split(chunk) for some in hidden), strict=True):
+    for states in zip(*(some[0, places].split(chunk) for some in hidden), strict=True):
         rows = [layer(some) for layer, some in zip(output_layers, states, strict=True)]
         inside.append(_on_draft(rows[0], target_ids, width).max(dim=-1).values == rows[0].max(dim=-1).values)
         for aim, found in zip(aims, parts, strict=True):
@@ -204,7 +219,7 @@ def row_sums(
     """
     probs = probs.to(logits.dtype)
     loss = F.cross_entropy(logits, probs, reduction="none")
-    with torch.set_grad_enabled(torch.is_grad_enabled() and rejection_weight > 0):
+    with nullcontext() if rejection_weight else torch.no_grad():
         accepted = torch.minimum(probs * mass[:, None].to(logits.dtype), logits.softmax(-1)).sum(-1)
     if rejection_weight:
         loss = (1 - rejection_weight) * loss + rejection_weight * (1 - accepted)
@@ -230,6 +245,7 @@ class Unroll(nn.Module):
         rejection_weight: see :func:`row_sums`.
         sizes: of the features. The head reads features of size one, and its ``fc`` is that of such: some channels are a
             hundred times larger than others, and Adam steps are equal in all. None: as they come.
+        recompute: keep less for the backward pass: blocks are run again there.
     """
 
     def __init__(
@@ -240,6 +256,7 @@ class Unroll(nn.Module):
         pieces: int = 0,
         rejection_weight: float = 0.0,
         sizes: Float[Tensor, " features"] | None = None,
+        recompute: bool = False,
     ):
         super().__init__()
         self.head = head
@@ -251,11 +268,13 @@ class Unroll(nn.Module):
         self.decay = decay
         self.pieces = pieces
         self.rejection_weight = rejection_weight
+        self.recompute = recompute
+        self.row_sums = row_sums
 
     def forward(
         self,
-        features: Float[Tensor, "batch position features"],
-        embeds: Float[Tensor, "batch position hidden"],
+        features: Float[Tensor, "1 position features"],
+        embeds: Float[Tensor, "1 position hidden"],
         alignment: Alignment,
         targets: Targets,
         denominators: list[float],
@@ -268,22 +287,23 @@ class Unroll(nn.Module):
         Returns:
             ``sum_i decay**i * sum of losses of step i / denominators[i]``, and :data:`METRICS` per step as sums.
         """
+        rows = alignment.rows
 
         def truth(step: int, _state: Tensor) -> Tensor:
-            places = (alignment.rows + step).clamp_max(embeds.shape[1] - 1)
-            return embeds.gather(1, places[..., None].expand(-1, -1, embeds.shape[-1]))
+            # a root that is not trained any more may read the next text's tokens: nothing depends on it
+            return embeds.index_select(1, (rows[0] + step).clamp_max(embeds.shape[1] - 1))
 
         if self.sizes is not None:
             features = features / self.sizes.to(features.dtype)
-        real = alignment.trained(0)
-        entry = torch.cumsum(real.flatten(), 0).view_as(real) - 1
+        states = self.head.unroll(
+            features, embeds, rows, self.steps, truth, packed=alignment.packed, recompute=self.recompute
+        )
         total, sums = 0.0, []
-        for step, state in enumerate(self.head.unroll(features, embeds, alignment.rows, self.steps, truth)):
-            trained = alignment.trained(step)
-            loss, correct, accepted = self._step(state[trained], entry[trained] + step, targets)
+        for step, (state, trained) in enumerate(zip(states, alignment.trained_at(self.steps), strict=True)):
+            loss, correct, accepted = self._step(state[0].index_select(0, trained), trained + step, targets)
             total = total + self.decay**step * loss / max(denominators[step], 1)
-            rows = trained.sum().to(loss.dtype)
-            sums.append(torch.stack([loss.detach(), correct, accepted, rows]))
+            count = loss.new_full((), len(trained))
+            sums.append(torch.stack([loss.detach(), correct, accepted, count]))
         return total, torch.stack(sums)
 
     def _step(self, states: Tensor, entries: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
@@ -293,11 +313,9 @@ class Unroll(nn.Module):
             return self._chunk(states, entries, targets)
         parts = []
         for some, where in zip(states.tensor_split(pieces), entries.tensor_split(pieces), strict=True):
-            # partitioned parameters (ZeRO 3) have another shape outside the pass, which the default check takes for an
-            # error
-            parts.append(checkpoint(self._chunk, some, where, targets, use_reentrant=False, determinism_check="none"))
+            parts.append(recomputed(self._chunk, some, where, targets))
         return tuple(torch.stack(column).sum(0) for column in zip(*parts, strict=True))
 
     def _chunk(self, states: Tensor, entries: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
         chosen = targets.probs[entries], targets.inside[entries], targets.mass[entries]
-        return row_sums(self.head.logits(states), *chosen, self.rejection_weight)
+        return self.row_sums(self.head.logits(states), *chosen, self.rejection_weight)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from dcd_core.heads.packed import Share
 from dcd_core.heads.rope import rotate
+from dcd_core.heads.row_attention import attend_rows
 
 
 class RMSNorm(nn.Module):
@@ -89,6 +93,58 @@ class Block(nn.Module):
         """Residual add, MLP, residual add; the residual is the un-normed fused feature or state."""
         states = residual + self.self_attn.output(heads)
         return states + self.mlp(self.post_attention_layernorm(states))
+
+    def read(
+        self,
+        embeds: Float[Tensor, "batch position hidden"],
+        states: Float[Tensor, "batch position hidden"],
+        tables: tuple[Tensor, Tensor],
+        places: Int[Tensor, "batch row"],
+        rows: Int[Tensor, "batch row"] | None,
+        shares: Sequence[Share] | None,
+    ) -> tuple[Tensor, Tensor, Float[Tensor, "batch row hidden"]]:
+        """A text as it is: keys and values of every position, and what the block makes of some rows.
+
+        Args:
+            tables: of all positions.
+            places: of these rows, each within its text.
+            rows: which of the positions they are; None: all.
+            shares: see :func:`attend_rows`.
+        """
+        inputs = self.inputs(embeds, states)
+        keys, values = self.self_attn.key_value(inputs, tables)
+        if rows is not None:
+            states, inputs = _pick(states, rows), _pick(inputs, rows)
+            tables = tuple(_pick(table[:, 0].expand(len(rows), -1, -1), rows)[:, None] for table in tables)
+        heads = attend_rows(self.self_attn.query(inputs, tables), places, keys, values, [], shares=shares)
+        return keys, values, self.finish(states, heads)
+
+    def draft(
+        self,
+        embeds: Float[Tensor, "batch row hidden"],
+        states: Float[Tensor, "batch row hidden"],
+        tables: tuple[Tensor, Tensor],
+        places: Int[Tensor, "batch row"],
+        told: tuple[Tensor, Tensor],
+        own: Sequence[tuple[Tensor, Tensor]],
+        shares: Sequence[Share] | None,
+    ) -> tuple[Tensor, Tensor, Float[Tensor, "batch row hidden"]]:
+        """One step of the drafts rooted at some rows: their new keys and values, and their states.
+
+        Args:
+            tables: of the step's positions.
+            places: of the roots, each within its text.
+            told, own: keys and values of the text, and of these drafts' earlier steps.
+            shares: see :func:`attend_rows`.
+        """
+        inputs = self.inputs(embeds, states)
+        pair = self.self_attn.key_value(inputs, tables)
+        query = self.self_attn.query(inputs, tables)
+        return *pair, self.finish(states, attend_rows(query, places, *told, [*own, pair], shares=shares))
+
+
+def _pick(states: Tensor, rows: Tensor) -> Tensor:
+    return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
 
 
 class FirstBlock(Block):

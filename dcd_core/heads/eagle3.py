@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from dcd_core.cache import KVCache
 from dcd_core.errors import UserError
 from dcd_core.heads.blocks import Block, FirstBlock, RMSNorm
+from dcd_core.heads.packed import Packed
 from dcd_core.heads.rope import Rotary, expert_rope
-from dcd_core.heads.row_attention import attend_rows
+from dcd_core.heads.row_attention import called, recomputed
 from dcd_core.models import default_feature_layers
 
 
@@ -311,6 +312,8 @@ class Eagle3Head(nn.Module):
         steps: int,
         next_embeds: Callable[[int, Tensor], Tensor],
         survivors: Callable[[int], Tensor] | None = None,
+        packed: Packed | None = None,
+        recompute: bool = False,
     ) -> Iterator[Float[Tensor, "batch row hidden"]]:
         """The drafts rooted at ``rows``, all in parallel: yields the recurrent states of steps 0, 1, ... ``steps - 1``.
 
@@ -324,49 +327,43 @@ class Eagle3Head(nn.Module):
                 from the state of step ``i - 1``: the ground truth in training, the head's own choice in replay.
             survivors: ``survivors(i)``, asked before that, gives the indices among the rows of step ``i - 1`` that go
                 on to step ``i`` (the same in every text); the others are worked on no more. By default all do.
+            packed: the texts that stand in the only row one after the other; then all of their roots go on.
+            recompute: make what a block keeps for the backward pass again there.
         """
-        dtype, blocks = self.fc.weight.dtype, self.blocks
-        told, states, inputs = self._read(embeds.to(dtype), self.fuse(features))
-        # keys are needed at every position, what the last block makes of them only at the roots
-        state, inputs = _pick(states, rows), _pick(inputs, rows)
-        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
+        dtype = self.fc.weight.dtype
+        run = recomputed if recompute else called
+        places, told, state = self._read(embeds.to(dtype), self.fuse(features), rows, packed, run)
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in told]
+        shares = packed and packed.roots
         for index in range(steps):
-            if index and survivors is not None:
-                kept = survivors(index)
-                rows, state = rows[:, kept], state[:, kept]
-                own = [[(keys[:, :, kept], values[:, :, kept]) for keys, values in mine] for mine in own]
-            tables = self.rotary.tables(rows + index, dtype)
-            if index == 0:
-                heads = attend_rows(blocks[-1].self_attn.query(inputs, tables), rows, *told[-1], [])
-                state = blocks[-1].finish(state, heads)
-            else:
+            if index:
+                if survivors is not None:
+                    kept = survivors(index)
+                    places, state = places[:, kept], state[:, kept]
+                    own = [[(keys[:, :, kept], values[:, :, kept]) for keys, values in mine] for mine in own]
+                tables = self.rotary.tables(places + index, dtype)
                 embedded = next_embeds(index, state).to(dtype)
-                for block, (keys, values), mine in zip(blocks, told, own, strict=True):
-                    inputs = block.inputs(embedded, state)
-                    mine.append(block.self_attn.key_value(inputs, tables))
-                    heads = attend_rows(block.self_attn.query(inputs, tables), rows, keys, values, mine)
-                    state = block.finish(state, heads)
+                for block, pair, mine in zip(self.blocks, told, own, strict=True):
+                    keys, values, state = run(block.draft, embedded, state, tables, places, pair, [*mine], shares)
+                    mine.append((keys, values))
             state = self.recurrent(state)
             yield state
 
-    def _read(self, embeds: Tensor, fused: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-        """The text as it is: keys and values of every block at every position, and what the last block has there for
-        its residual and reads."""
-        places = torch.arange(fused.shape[1], device=fused.device)[None]
-        tables = self.rotary.tables(places, fused.dtype)
-        rows, blocks = places.expand(fused.shape[0], -1), self.blocks
-        told, states = [], fused
-        for index, block in enumerate(blocks):
-            inputs = block.inputs(embeds, states)
-            told.append(block.self_attn.key_value(inputs, tables))
-            if index + 1 < len(blocks):  # plain causal attention
-                heads = attend_rows(block.self_attn.query(inputs, tables), rows, *told[-1], [])
-                states = block.finish(states, heads)
-        return told, states, inputs
-
-
-def _pick(states: Tensor, rows: Tensor) -> Tensor:
-    return states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
+    def _read(
+        self, embeds: Tensor, states: Tensor, rows: Tensor, packed: Packed | None, run: Callable
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
+        """The text as it is: the roots' places in it, keys and values of every block at every position, and the last
+        block's output at the roots."""
+        everywhere = packed.positions if packed else torch.arange(states.shape[1], device=states.device)[None]
+        tables, told = self.rotary.tables(everywhere, states.dtype), []
+        places = everywhere.gather(1, rows) if packed else rows
+        for block in self.blocks[:-1]:  # plain causal attention
+            all_places = everywhere.expand(states.shape[0], -1)
+            *pair, states = run(block.read, embeds, states, tables, all_places, None, packed and packed.texts)
+            told.append(tuple(pair))
+        # keys are needed at every position, what the last block makes of them only at the roots
+        *pair, state = run(self.blocks[-1].read, embeds, states, tables, places, rows, packed and packed.roots)
+        return places, [*told, tuple(pair)], state
 
 
 def check_maps(d2t: Tensor, t2d: Tensor, draft_vocab_size: int, vocab_size: int) -> None:

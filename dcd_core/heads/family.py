@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from dcd_core.errors import UserError
 from dcd_core.files import file_hash, write_json_atomic
 from dcd_core.heads.checkpoint import AMATEUR_INPUTS, load_head_config
+from dcd_core.heads.packed import moved
 from dcd_core.model_identity import model_identity
 
 MANIFEST = "manifest.json"
@@ -79,6 +81,7 @@ def join_features(
     size: int,
     kind: str,
     seed: int = 0,
+    lengths: Sequence[int] | None = None,
 ) -> Float[Tensor, "batch position features"]:
     """The features that a head with this input reads, of whole texts (position 0 first).
 
@@ -87,13 +90,17 @@ def join_features(
         size: width of the amateur's features.
         kind: one of :data:`INPUTS`.
         seed: of the shuffled positions.
+        lengths: of the texts that stand in each row one after the other; None: there is one.
     """
     if kind == "expert_only":
         return expert
     if kind == "amateur_zeroed":
         amateur = expert.new_zeros(*expert.shape[:-1], size)
     elif kind == "amateur_shuffled":
-        amateur = amateur[:, shuffled_positions(amateur.shape[1], seed).to(amateur.device)]
+        lengths = lengths or [amateur.shape[1]]
+        starts = np.cumsum([0, *lengths[:-1]])
+        places = [shuffled_positions(length, seed) + start for length, start in zip(lengths, starts, strict=True)]
+        amateur = amateur[:, moved(torch.cat(places), amateur.device)]
     elif kind != "dual":
         raise UserError(f"a head's input is one of {', '.join(INPUTS)}, not {kind!r}")
     return torch.cat([expert, amateur.to(expert.dtype)], dim=-1)

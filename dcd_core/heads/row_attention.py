@@ -3,15 +3,20 @@
 At step ``i`` of a draft rooted at row ``t`` the query sees the step-0 keys of rows ``j <= t`` and the keys that this
 very draft made in steps ``1..i``. Written as one mask over all steps this is rows x (steps x rows) scores; here the
 shared part is rows x rows and the own part one score per step (a diagonal), under one softmax. Queries go in chunks
-whose scores are recomputed in the backward pass, so memory stays bounded for long texts.
+whose scores are recomputed in the backward pass, so memory stays bounded for long texts. Of texts that are packed into
+one row, each is attended to by itself: nothing is spent on scores between texts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from dcd_core.heads.packed import Share
 
 SCORE_BUDGET = 2**26
 """Most attention scores held at once, in elements."""
@@ -24,33 +29,55 @@ def attend_rows(
     values: Float[Tensor, "batch kv_heads position dim"],
     own: list[tuple[Tensor, Tensor]],
     budget: int | None = None,
+    shares: Sequence[Share] | None = None,
 ) -> Float[Tensor, "batch heads row dim"]:
     """Exact attention of every root row over keys ``0..rows`` and its own later keys.
 
     Args:
         query: rotated queries of the current step, one per root row.
-        rows: the root rows; ascending rows make the chunks cheap, any order is right.
+        rows: the root rows, each within its text; ascending rows make the chunks cheap, any order is right.
         keys, values: step 0, all positions.
         own: per step 1..i the ``[batch, kv_heads, row, dim]`` keys and values of the same roots.
         budget: most scores held at once; None for ``SCORE_BUDGET``.
+        shares: of the texts of a packed row (a batch of 1), all queries among them; None: each row is one text.
     """
     batch, heads, count, _ = query.shape
-    per_row = batch * heads * (keys.shape[2] + len(own))
-    size = max(1, (SCORE_BUDGET if budget is None else budget) // per_row)
+    budget = SCORE_BUDGET if budget is None else budget
     flat = [tensor for pair in own for tensor in pair]
-    if size >= count:
-        return _attend(query, rows, keys, values, *flat)
+    shares = shares or [Share(slice(0, count), slice(0, keys.shape[2]), None)]
+    per_row = [batch * heads * (share.places.stop - share.places.start + len(own)) for share in shares]
+    whole = sum(share.count * scores for share, scores in zip(shares, per_row, strict=True)) <= budget
     parts = []
-    for start in range(0, count, size):
-        part = slice(start, start + size)
-        extent = int(rows[:, part].max()) + 1
-        inputs = (query[:, :, part], rows[:, part], keys[:, :, :extent], values[:, :, :extent])
-        inputs += tuple(tensor[:, :, part] for tensor in flat)
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(_attend, *inputs, use_reentrant=False))
-        else:
-            parts.append(_attend(*inputs))
-    return torch.cat(parts, dim=2)
+    for share, scores in zip(shares, per_row, strict=True):
+        size = max(1, share.count if whole else budget // scores)
+        for start in range(share.queries.start, share.queries.stop, size):
+            part = slice(start, min(start + size, share.queries.stop))
+            places = slice(share.places.start, share.places.start + _extent(share, part, rows))
+            inputs = (query[:, :, part], rows[:, part], keys[:, :, places], values[:, :, places])
+            inputs += tuple(tensor[:, :, part] for tensor in flat)
+            parts.append((called if whole else recomputed)(_attend, *inputs))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _extent(share: Share, part: slice, rows: Tensor) -> int:
+    """How many positions of its text the queries of a part see."""
+    if share.rows is not None:
+        return int(share.rows[part.start - share.queries.start : part.stop - share.queries.start].max()) + 1
+    # rows that only the device knows: it is asked where several chunks make it worth the wait
+    return int(rows[:, part].max()) + 1 if part != share.queries else share.places.stop
+
+
+def called(function: Callable, *arguments):
+    return function(*arguments)
+
+
+def recomputed(function: Callable, *arguments):
+    """A call of which only the arguments are kept: it is made again in the backward pass. Partitioned parameters (ZeRO
+    3) have another shape outside the pass, which the default check takes for an error."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    options = {"use_reentrant": False, "determinism_check": "none", "preserve_rng_state": False}
+    return checkpoint(function, *arguments, **options)
 
 
 def _attend(query: Tensor, rows: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
