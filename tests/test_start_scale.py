@@ -13,7 +13,9 @@ from dcd_core.heads.eagle3 import Eagle3Head
 from dcd_core.models import Output
 from train.batches import Texts
 from train.closed_form import HELD_OUT, start_in_closed_form
-from train.online_expert import HeadStep, copy_module
+from train.eagle3 import Config
+from train.head_run import rate_scale
+from train.online_expert import HeadStep, copy_module, feature_rms, feature_sizes, scale_features
 from train.passes import Passes
 from train.processes import Ranks, start
 from train.start_scale import SCALES, calibrate, cross_entropies
@@ -111,6 +113,41 @@ def test_a_head_for_features_of_size_one_is_the_same_function():
     assert not torch.allclose(scaled.fc.weight, plain.fc.weight)
     kept = copy_module(SimpleNamespace(module=modules[1], zero_optimization_partition_weights=lambda: False))
     assert torch.equal(kept.head.fc.weight, plain.fc.weight) and kept.sizes is None
+
+
+def trained(kind: str, seed: int, rate: float) -> tuple[float, float]:
+    """Loss before and after eight steps from the closed-form start with the trainers' rates."""
+    expert = tiny_model(kind)
+    config = Config(expert="e", train_tokens=["t"], output="o", lr=rate, train_lm_head=False)
+    head = Eagle3Head.from_expert(expert.config, None, expert.feature_layers, seed, expert.output.rows())
+    passes = Passes([expert])
+    scale_features(head, feature_rms(passes, TEXTS))
+    start_in_closed_form([head], passes, TEXTS, STOPS, start(0), norm=config.start_norm, count=20)
+    before = loss(head, expert, None, range(0, 40, 8), EXPERT)
+    sizes = feature_sizes(head, feature_rms(passes, TEXTS)).log2().round().exp2()
+    head.lm_head.requires_grad_(config.train_lm_head)
+    module, scale, step = Unroll(head, 2, sizes=sizes), rate_scale(config), HeadStep(expert, head.target_ids, STOPS)
+    groups = [{"params": [weight], "lr": rate * scale(name)} for name, weight in module.named_parameters()]
+    optimiser = torch.optim.Adam(groups, betas=(config.beta1, config.beta2))
+    for texts in torch.randperm(40, generator=torch.Generator().manual_seed(seed)).view(20, 2).tolist()[:8]:
+        optimiser.zero_grad()
+        module(*step.inputs(TEXTS.batch(texts)), [30.0, 25.0])[0].backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), config.clip)
+        optimiser.step()
+    with torch.no_grad():
+        head.fc.weight.div_(sizes)
+    return before, loss(head, expert, None, range(0, 40, 8), EXPERT)
+
+
+@pytest.mark.parametrize("kind", ["smol", "qwen3"])
+def test_no_seed_diverges(kind):
+    """The texts are random, so little is learnt; what matters is that nothing is lost."""
+    for seed in range(10):
+        before, after = trained(kind, seed, 1e-3)
+        assert after < 1.03 * before, seed
+    # negative control: a rate that is too high
+    before, after = trained(kind, 0, 0.3)
+    assert not after < 1.03 * before
 
 
 class Narrow:
