@@ -79,14 +79,13 @@ def batch_class(method: Assembled, settings: Settings) -> type[Batch]:
     A method that never asks the amateur has nothing to save.
 
     Raises:
-        UserError: a saving for a method whose drafts are the amateur's own or need its features, or a saving or shape
-            that contradicts the method.
+        UserError: a saving for a method whose drafts are the amateur's own or need its features, or one that
+            contradicts the method.
     """
     if method.saving and settings.saving not in ("none", method.saving):
         raise UserError(
             f"method {method.name} is {method.saving} judging itself; saving {settings.saving} contradicts it"
         )
-    method.drafter.refuse(settings.shape)
     saving = method.saving or settings.saving
     if saving == "none" or len(method.scorers) == 1:
         return Batch

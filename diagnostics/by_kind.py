@@ -19,6 +19,7 @@ from tabulate import tabulate
 from dcd_core.config import parse_config, run_entry
 from dcd_core.errors import UserError
 from dcd_core.files import write_json_atomic
+from dcd_core.locks import held
 from dcd_core.text_files import text_lines
 from diagnostics.records import read_records
 from diagnostics.round_summary import BASELINE, summarise_rounds
@@ -35,8 +36,9 @@ class Config:
 
 def main(argv: list[str] | None = None) -> int:
     config = parse_config(Config, argv, description=__doc__)
-    found = speedups(config.rounds, kinds_of(config.prompts), config.prompts)
-    write_json_atomic(Path(config.output) / "kinds.json", {"speedups": found})
+    with held(Path(config.output)):
+        found = speedups(config.rounds, kinds_of(config.prompts), config.prompts)
+        write_json_atomic(Path(config.output) / "kinds.json", {"speedups": found})
     print_table(found)
     return 0
 

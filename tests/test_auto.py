@@ -179,7 +179,26 @@ def test_passes_are_measured_on_the_models(pair):
     assert measure([pair.expert]).head == (0.0,) * len(found.sizes)
 
 
-@pytest.mark.parametrize("shape", [{"branch": 2}, {"nodes": 4}, {"stop_below": 0.1}, {"saving": "lazy"}])
-def test_a_shape_or_saving_of_the_users_own_is_refused(pair, shape):
+@pytest.mark.parametrize("shape", [{"branch": 2, "nodes": 3}, {"gamma": 2}, {"branch": 3, "gamma": 2, "nodes": 4}])
+def test_a_shape_that_is_given_bounds_the_drafts(pair, shape):
+    method, asked = made(pair, True, Restless(FLAT, True)), settings(**shape)
+    seen, propose = [], AutoDrafter.propose
+
+    def watched(self, root, noise, shape):
+        seen.append(propose(self, root, noise, shape))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoDrafter, "propose", watched)
+        found = texts(decode(method, PROMPTS, asked, max_batch=3))
+    assert found == [greedy_cd(pair, prompt.ids, 0.7, LENGTH) for prompt in PROMPTS]
+    largest = asked.shape.budget if asked.branch > 1 else 8
+    assert 1 < max(draft.nodes for draft in seen) <= largest
+    assert max(int(draft.depths().max()) for draft in seen if draft.nodes) <= asked.gamma
+
+
+def test_what_contradicts_the_method_is_refused(pair):
     with pytest.raises(UserError, match="auto"):
-        decode(made(pair), PROMPTS[:1], settings(**shape))
+        decode(made(pair), PROMPTS[:1], settings(saving="lazy"))
+    with pytest.raises(UserError, match="offers shared_noise"):
+        decode(made(pair), PROMPTS[:1], settings(1.0, rule="deterministic"))

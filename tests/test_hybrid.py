@@ -13,7 +13,7 @@ from dcd_core.contrast import Target
 from dcd_core.decode import Prompt, Settings, decode
 from dcd_core.draft import Shape
 from dcd_core.drafters.eagle3_tree import Candidates, rerank
-from dcd_core.drafters.hybrid import RATES, HybridDrafter, merge
+from dcd_core.drafters.hybrid import RATES, HybridDrafter, believed, merge, rate_of
 from dcd_core.drafters.ngram import NgramDrafter, NgramNode
 from dcd_core.errors import UserError
 
@@ -92,12 +92,12 @@ def test_a_node_that_may_not_be_drafted_is_no_twin():
 
 def test_scores_follow_the_rate_of_the_match(parts):
     drafter = HybridDrafter(parts[1], parts[0].expert.embedding, VOCAB, rates={2: 0.25, 5: 0.5})
-    assert [drafter.rate(match) for match in (2, 4, 5, 12)] == [0.25, 0.25, 0.5, 0.5]
+    assert [rate_of(match, drafter.rates) for match in (2, 4, 5, 12)] == [0.25, 0.25, 0.5, 0.5]
     assert drafter.ngram.shortest == 2
     tree = [NgramNode(7, -1, 1, 5), NgramNode(8, 0, 2, 5), NgramNode(9, -1, 1, 2), NgramNode(6, 2, 2, 2)]
-    scores = [score for _, score in drafter._believed(tree, 0.0)]
+    scores = [score for _, score in believed(tree, drafter.rates)]
     assert scores == pytest.approx([math.log(0.5), math.log(0.25), math.log(0.25), math.log(0.0625)])
-    stopped = drafter._believed([*tree, NgramNode(1, 1, 3, 5)], 0.3)
+    stopped = believed([*tree, NgramNode(1, 1, 3, 5)], drafter.rates, 0.3)
     assert [(node.token, node.parent) for node, _ in stopped] == [(7, -1), (8, 0), (9, -1)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 import torch
 from jaxtyping import Int
@@ -16,7 +17,6 @@ from dcd_core.drafters.eagle3_tree import rerank
 from dcd_core.drafters.hybrid import RATES, HybridDrafter, believed, joined_trees
 from dcd_core.drafters.ngram import NgramDrafter, continuation_tree
 from dcd_core.drafters.protocol import Accepted, Drafter, RoundNoise
-from dcd_core.errors import UserError
 from dcd_core.models import LanguageModel
 from dcd_core.pass_times import measure
 
@@ -31,6 +31,8 @@ class AutoDrafter(Drafter):
 
     By shared noise, its only rule at temperature > 0, texts do not depend on pass times or on other rows: the same seed
     gives the same text on any machine.
+
+    A shape bounds the drafts: ``depth`` always, a tree's ``branch`` and ``nodes`` and ``stop_below`` if they are given.
 
     Args:
         models: the scorers' models, the expert first: their passes are timed once, when the first batch begins.
@@ -66,18 +68,14 @@ class AutoDrafter(Drafter):
     def suspect(self):
         return self.inner.suspect if self.source == "head" else None
 
-    def refuse(self, shape: Shape) -> None:
-        if shape.branch > 1 or shape.nodes or shape.stop_below:
-            raise UserError(
-                "method auto chooses the shape of its drafts itself, up to gamma levels; leave branch, nodes and "
-                "stop_below out"
-            )
-
     def most_nodes(self, shape: Shape) -> int:
         return self.inner.most_nodes(self._largest(shape))
 
     def _largest(self, shape: Shape) -> Shape:
-        return Shape(shape.depth, BRANCH, min(BUDGET, shape.depth * BRANCH))
+        """What is asked for bounds the drafts; the form of a chain, which is asked for by saying nothing, does not."""
+        branch = shape.branch if shape.branch > 1 else BRANCH
+        nodes = shape.budget if shape.branch > 1 else shape.nodes or BUDGET
+        return Shape(shape.depth, branch, min(nodes, shape.depth * branch), shape.stop_below)
 
     def asks_at(self) -> float:
         return self.controller.theta(len(self.ngrams.rows))
@@ -85,7 +83,7 @@ class AutoDrafter(Drafter):
     def planned(self, shape: Shape) -> Shape:
         largest, rows = self._largest(shape), len(self.ngrams.rows)
         rates = RATES if self.head is None else self.inner.rates
-        self.trees = [believed(continuation_tree(row, largest), rates) for row in self.ngrams.rows]
+        self.trees = [believed(continuation_tree(row, largest), rates, shape.stop_below) for row in self.ngrams.rows]
         self.chances = _summed([sorted((math.exp(score) for _, score in tree), reverse=True) for tree in self.trees])
         self.source = self.controller.choose(self.chances, rows)
         self.made = {}
@@ -93,7 +91,8 @@ class AutoDrafter(Drafter):
             return Shape(0)
         if self.source == "ngram":
             return largest
-        return Shape(largest.depth, BRANCH, largest.nodes, self.controller.stop_below(rows, BRANCH))
+        stop_below = max(shape.stop_below, self.controller.stop_below(rows, largest.branch))
+        return replace(largest, stop_below=stop_below)
 
     @torch.no_grad()
     def propose(self, root: Int[Tensor, " batch"], noise: RoundNoise, shape: Shape) -> Draft:
@@ -105,7 +104,7 @@ class AutoDrafter(Drafter):
             found = self.inner.found(noise, shape, self.trees)
             scores = found.scores.masked_fill(~found.valid, -math.inf)
             chances = scores.exp().sort(dim=1, descending=True).values.sum(0).tolist()
-            self.made = {"levels": self.inner.passes, "width": BRANCH}
+            self.made = {"levels": self.inner.passes, "width": shape.branch}
         nodes = min(self.controller.nodes(self.source, chances, len(root)), shape.budget)
         self.made |= {"expected": sum(chances[:nodes]), "nodes": nodes}
         return rerank(found, nodes, noise.rule) if nodes else Draft.empty(len(root), root.device, noise.rule)

@@ -169,9 +169,6 @@ class Drafter:
     amateur_passes = 1
     """Passes of the amateur that the last round took (more than one where the amateur drafts)."""
 
-    def refuse(self, shape: Shape) -> None:
-        """Raise UserError for a shape that was asked for and would not be drafted."""
-
     def planned(self, shape: Shape) -> Shape:
         """The shape of the next draft, asked for before its noise is made."""
         return shape
